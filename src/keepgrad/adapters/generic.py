@@ -1,0 +1,104 @@
+"""torch.nn modules as stages. Everything position-wise that is not known here becomes an opaque stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.stages import Link, Opaque, linear, noise, pointwise
+from . import Unsupported
+
+__all__ = ["is_plain", "links_of", "norm", "weight_and_bias"]
+
+ACTIVATIONS = (
+    nn.GELU,
+    nn.SiLU,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.Hardswish,
+    nn.Hardsigmoid,
+    nn.Mish,
+    nn.Sigmoid,
+    nn.Tanh,
+    nn.Softplus,
+)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def is_plain(module: nn.Module, *classes: type[nn.Module]) -> bool:
+    """Whether calling the module does just what the forward of one of these classes does: no hooks, no override."""
+    if "forward" in vars(module) or not any(type(module).forward is known.forward for known in classes):
+        return False
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return not any(hooks)
+
+
+def weight_and_bias(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """Weight `[out, in]` and bias of a linear layer or of a 1x1 convolution; None for every other module."""
+    if is_plain(module, nn.Linear):
+        return module.weight, module.bias  # type: ignore[return-value]
+    if is_plain(module, nn.Conv2d) and isinstance(module, nn.Conv2d):
+        pointwise = module.kernel_size == (1, 1) and module.stride == (1, 1) and module.groups == 1
+        if pointwise and module.padding == (0, 0):
+            return module.weight.flatten(1), module.bias
+    return None
+
+
+def norm(module: nn.Module, layer_norms: Sequence[type[nn.Module]] = (nn.LayerNorm,)) -> Link | None:
+    """A norm over the last dimension as a stage; None if the module is no such norm."""
+    if is_plain(module, *layer_norms):
+        shape, eps = module.normalized_shape, module.eps
+        return pointwise(_LayerNorm(tuple(shape), eps), module.weight, module.bias)  # type: ignore[arg-type]
+    return None
+
+
+class _LayerNorm:
+    def __init__(self, shape: tuple[int, ...], eps: float) -> None:
+        self.shape, self.eps = shape, eps
+
+    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.layer_norm(x, self.shape, weight, bias, self.eps)
+
+
+def links_of(module: nn.Module, layer_norms: Sequence[type[nn.Module]] = (nn.LayerNorm,)) -> list[Link]:
+    """A position-wise module as stages.
+
+    Raises:
+        Unsupported: if the module draws random numbers in a way that cannot be redone.
+    """
+    if is_plain(module, nn.Identity):
+        return []
+    if is_plain(module, *DROPOUTS):
+        return [noise(module)] if module.training and module.p > 0 else []  # type: ignore[operator]
+    layer = weight_and_bias(module)
+    if layer is not None:
+        return [linear(layer)]
+    known = norm(module, layer_norms)
+    if known is not None:
+        return [known]
+    if is_plain(module, *ACTIVATIONS) and not getattr(module, "inplace", False):
+        return [pointwise(module)]
+    for inner in module.modules():
+        if isinstance(inner, DROPOUTS) and inner.training and inner.p > 0:
+            raise Unsupported(f"{type(module).__name__} draws dropout inside a module that keepgrad does not know")
+    return [opaque(module)]
+
+
+def opaque(module: nn.Module) -> Link:
+    """Any position-wise module on rows, redone in backward with its hooks and whatever else it does."""
+    names, tensors = zip(*module.named_parameters(), strict=True) if any(True for _ in module.parameters()) else ((), ())
+
+    def fn(x: Tensor, *tensors: Tensor) -> Tensor:
+        return torch.func.functional_call(module, dict(zip(names, tensors, strict=True)), (x,))
+
+    return Opaque(fn), tuple(tensors)

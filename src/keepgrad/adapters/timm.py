@@ -1,0 +1,332 @@
+"""timm's VisionTransformer and ConvNeXt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm import layers as tl
+from timm.models import convnext as tc
+from timm.models import vision_transformer as tv
+from torch import Tensor, nn
+
+from ..ops.branch import AttentionBranch, Branch
+from ..ops.stages import Link, Opaque, Pointwise, linear, noise, pointwise
+from . import Adapter, Block, RunBranch, Unsupported, generic
+
+__all__ = ["ADAPTERS"]
+
+LAYER_NORMS = (nn.LayerNorm, tl.LayerNorm, tl.LayerNorm2d)
+
+
+def _norm(module: nn.Module) -> list[Link]:
+    """A norm over channels, on rows. The two-dimensional kinds only differ in where they look for the channels."""
+    if getattr(module, "_fast_norm", False):
+        return [_rows_of_map(module)] if isinstance(module, (tl.LayerNorm2d, tl.RmsNorm2d)) else [generic.opaque(module)]
+    if generic.is_plain(module, tl.RmsNorm, tl.RmsNorm2d):
+        return [pointwise(_RmsNorm(tuple(module.normalized_shape), module.eps), module.weight)]  # type: ignore[arg-type]
+    if type(module).__name__.endswith("2d") and not generic.is_plain(module, *LAYER_NORMS):
+        return [_rows_of_map(module)]
+    return generic.links_of(module, LAYER_NORMS)
+
+
+class _RmsNorm:
+    def __init__(self, shape: tuple[int, ...], eps: float) -> None:
+        self.shape, self.eps = shape, eps
+
+    def __call__(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return F.rms_norm(x, self.shape, weight, self.eps)
+
+
+def _rows_of_map(module: nn.Module) -> Link:
+    """A position-wise module for maps `[batch, channels, height, width]`, on rows."""
+    stage, tensors = generic.opaque(module)
+    assert isinstance(stage, Opaque)
+    fn = stage.fn
+
+    def on_rows(x: Tensor, *tensors: Tensor) -> Tensor:
+        return fn(x.transpose(1, 2).unsqueeze(-1), *tensors).squeeze(-1).transpose(1, 2)
+
+    return Opaque(on_rows), tensors
+
+
+def _tail(last: list[Link], dropout: nn.Module, scale: Tensor | None, drop_path: nn.Module) -> list[Link]:
+    """The last layer of a branch with dropout, layer scale and drop path behind it.
+
+    The scale joins the linear layer before it. Dropout lies between the two, but both are products.
+    """
+    if scale is not None:
+        if len(last) == 1 and generic_linear(last[0]):
+            weight, bias = (*last[0][1], None)[:2]
+            last = [linear((weight, bias), scale=scale)]  # type: ignore[arg-type]
+        else:
+            last = [*last, pointwise(torch.mul, scale)]
+    return [*last, *generic.links_of(dropout), *_drop_path(drop_path)]
+
+
+def generic_linear(link: Link) -> bool:
+    from ..ops.stages import Linear
+
+    return isinstance(link[0], Linear)
+
+
+def _drop_path(module: nn.Module) -> list[Link]:
+    if generic.is_plain(module, nn.Identity):
+        return []
+    if not generic.is_plain(module, tl.DropPath):
+        raise Unsupported(f"{type(module).__name__} is not timm's DropPath")
+    return [noise(module, per_sample=True)] if module.training and module.drop_prob else []
+
+
+def _scale(module: nn.Module) -> Tensor | None:
+    if generic.is_plain(module, nn.Identity):
+        return None
+    if not generic.is_plain(module, tl.LayerScale):
+        raise Unsupported(f"{type(module).__name__} is not timm's LayerScale")
+    return module.gamma  # type: ignore[return-value]
+
+
+def _gate(act: nn.Module, act_first: bool) -> Pointwise:
+    """Two halves of the channels, one of them through the activation, multiplied."""
+
+    def fn(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        return act(a) * b if act_first else a * act(b)
+
+    return Pointwise(fn, lambda width: width // 2)
+
+
+def _mlp(mlp: nn.Module) -> tuple[list[Link], list[Link], nn.Module]:
+    """An MLP up to its last layer, that layer, and the dropout behind it."""
+    if generic.is_plain(mlp, tl.Mlp):
+        hidden = [*generic.links_of(mlp.fc1), *generic.links_of(mlp.act)]  # type: ignore[arg-type]
+    elif generic.is_plain(mlp, tl.GluMlp):
+        hidden = [*generic.links_of(mlp.fc1), (_gate(mlp.act, not mlp.gate_last), ())]  # type: ignore[arg-type]
+    elif generic.is_plain(mlp, tl.SwiGLU):
+        pair = generic.weight_and_bias(mlp.fc1_g), generic.weight_and_bias(mlp.fc1_x)  # type: ignore[arg-type]
+        if pair[0] is None or pair[1] is None:
+            raise Unsupported("the two input layers of SwiGLU are not plain linear layers")
+        hidden = [linear(pair[0], pair[1]), (_gate(mlp.act, True), ())]  # type: ignore[arg-type]
+    elif isinstance(mlp, tl.GlobalResponseNormMlp):
+        raise Unsupported("global response norm (ConvNeXt V2) mixes positions, so it cannot be reduced to some of them")
+    else:
+        raise Unsupported(f"{type(mlp).__name__} is not known to be position-wise, or has hooks")
+    hidden += [*generic.links_of(mlp.drop1), *_norm(mlp.norm)]  # type: ignore[arg-type]
+    return hidden, generic.links_of(mlp.fc2), mlp.drop2  # type: ignore[arg-type, return-value]
+
+
+class VisionTransformerBlock(Adapter):
+    """`timm.models.vision_transformer.Block`: ViT, DeiT and their kin."""
+
+    family = "vit"
+    default_reduce = "fold"
+
+    @staticmethod
+    def find(model: nn.Module, prefix: str) -> list[Block]:
+        owners = {
+            id(block): module
+            for module in model.modules()
+            if isinstance(module, tv.VisionTransformer)
+            for block in module.blocks
+        }
+        found = []
+        for name, module in model.named_modules(prefix=prefix):
+            if type(module).forward is tv.Block.forward:
+                owner = owners.get(id(module))
+                block = Block(name, module, VisionTransformerBlock, ("attention", "mlp"), len(found), owner=owner)
+                found.append(block)
+        return found
+
+    @staticmethod
+    def branch(
+        block: nn.Module, kind: str, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> tuple[Branch, int]:
+        if kind == "mlp":
+            hidden, last, dropout = _mlp(block.mlp)  # type: ignore[arg-type]
+            links = [*_norm(block.norm2), *hidden, *_tail(last, dropout, _scale(block.ls2), block.drop_path2)]  # type: ignore[arg-type]
+            return Branch(links), block.norm2.weight.shape[0]  # type: ignore[union-attr, return-value]
+        attn: Any = block.attn
+        if not generic.is_plain(attn, tl.Attention):
+            raise Unsupported(f"{type(attn).__name__} is not timm's Attention, or has hooks")
+        if getattr(attn, "gate", None) is not None:
+            raise Unsupported("gated attention has a second path from its input")
+        (projection,) = generic.links_of(attn.qkv)
+        last = [*_norm(attn.norm)] if hasattr(attn, "norm") else []
+        tail = _tail(generic.links_of(attn.proj), attn.proj_drop, _scale(block.ls1), block.drop_path1)  # type: ignore[arg-type]
+        q_norm, k_norm = (next(iter(_norm(module)), None) for module in (attn.q_norm, attn.k_norm))
+        branch = AttentionBranch(
+            links=(),
+            before=_norm(block.norm1),  # type: ignore[arg-type]
+            heads=attn.num_heads,
+            projection=projection,
+            after=[*last, *tail],
+            q_norm=q_norm,
+            k_norm=k_norm,
+            dropout=attn.attn_drop.p if attn.training else 0.0,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+        )
+        return branch, attn.qkv.in_features
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        block: Block, run: RunBranch, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        module: Any = block.module
+        grid, prefix = VisionTransformerBlock._grid(block.owner, x.shape[1])
+        options = {"attn_mask": attn_mask, "is_causal": is_causal}
+
+        def attention(x: Tensor) -> Tensor:
+            return x + module.drop_path1(module.ls1(module.attn(module.norm1(x), **options)))
+
+        def mlp(x: Tensor) -> Tensor:
+            return x + module.drop_path2(module.ls2(module.mlp(module.norm2(x))))
+
+        x = run("attention", x, grid, prefix, attention, residual=x, **options)
+        return run("mlp", x, grid, prefix, mlp, residual=x)
+
+    @staticmethod
+    def _grid(owner: nn.Module | None, tokens: int) -> tuple[tuple[int, int], int]:
+        """Height and width of the patches, and the prefix tokens before them.
+
+        Where the number of tokens is not that of the model's own grid (another image size, patch dropout), a grid of
+        the same aspect is taken if there is one, else a single row.
+        """
+        prefix = 0 if owner is None else int(owner.num_prefix_tokens)  # type: ignore[arg-type]
+        count = tokens - prefix
+        if owner is not None:
+            height, width = owner.patch_embed.grid_size  # type: ignore[union-attr, misc]
+            if height * width == count:
+                return (height, width), prefix
+            scale = (count / (height * width)) ** 0.5
+            tall, wide = round(height * scale), round(width * scale)
+            if tall * wide == count:
+                return (tall, wide), prefix
+        return (1, count), prefix
+
+    @staticmethod
+    def paper_layers(blocks: Sequence[Block]) -> set[int]:
+        """The last two thirds: 8 of 12."""
+        count = len(blocks)
+        return set(range(count - round(count * 2 / 3), count))
+
+
+class ConvNeXtBlock(Adapter):
+    """`timm.models.convnext.ConvNeXtBlock` and the downsampling layers between stages.
+
+    The depthwise convolution mixes positions and stays with autograd; the branch is what follows it.
+    """
+
+    family = "convnext"
+    default_reduce = "pool"
+
+    @staticmethod
+    def find(model: nn.Module, prefix: str) -> list[Block]:
+        found: list[Block] = []
+        index, stage, stride = 0, -1, 1
+        for name, module in model.named_modules(prefix=prefix):
+            if isinstance(module, tc.ConvNeXtStage):
+                stage += 1
+                if isinstance(module.downsample, nn.Sequential):
+                    down = module.downsample[1].stride[0]
+                    stride *= down if stage else 1
+                    if len(module.blocks):
+                        found.append(
+                            Block(
+                                f"{name}.downsample" if name else "downsample",
+                                module.downsample,
+                                ConvNeXtDownsample,
+                                ("downsample",),
+                                index,
+                                stage,
+                                stride,
+                            )
+                        )
+            elif type(module).forward is tc.ConvNeXtBlock.forward:
+                found.append(Block(name, module, ConvNeXtBlock, ("mlp",), index, max(stage, 0), stride))
+                index += 1
+        return found
+
+    @staticmethod
+    def branch(block: nn.Module, kind: str, **options: Any) -> tuple[Branch, int]:
+        hidden, last, dropout = _mlp(block.mlp)  # type: ignore[arg-type]
+        tail = _tail(last, dropout, block.gamma, block.drop_path)  # type: ignore[arg-type]
+        return Branch([*_norm(block.norm), *hidden, *tail]), block.conv_dw.out_channels  # type: ignore[arg-type, return-value, union-attr]
+
+    @staticmethod
+    def forward(block: Block, run: RunBranch, x: Tensor) -> Tensor:  # type: ignore[override]
+        module: Any = block.module
+        mixed = module.conv_dw(x)
+
+        def own(rows: Tensor) -> Tensor:
+            maps = rows.unflatten(1, mixed.shape[2:])
+            if module.use_conv_mlp:
+                maps = module.mlp(module.norm(maps.permute(0, 3, 1, 2))).permute(0, 2, 3, 1)
+            else:
+                maps = module.mlp(module.norm(maps))
+            if module.gamma is not None:
+                maps = maps * module.gamma
+            return module.drop_path(maps).flatten(1, 2)
+
+        height, width = mixed.shape[2:]
+        rows = run("mlp", mixed.permute(0, 2, 3, 1).flatten(1, 2), (height, width), 0, own)
+        return rows.unflatten(1, (height, width)).permute(0, 3, 1, 2) + module.shortcut(x)
+
+    @staticmethod
+    def paper_layers(blocks: Sequence[Block]) -> set[int]:
+        """All but the last stage; of the last but one, 6 of 9 or 21 of 27 blocks, two thirds of any other number."""
+        stages = sorted({block.stage for block in blocks})
+        covered = set()
+        for stage in stages[:-1] or stages:
+            inside = sorted(block.index for block in blocks if block.stage == stage)
+            count = len(inside)
+            if stage == stages[-2:][0] and len(stages) > 1:
+                count = {9: 6, 27: 21}.get(count, round(count * 2 / 3))
+            covered.update(inside[:count])
+        return covered
+
+
+class ConvNeXtDownsample(ConvNeXtBlock):
+    """A norm and a convolution over patches that do not overlap: position-wise in the patches."""
+
+    @staticmethod
+    def find(model: nn.Module, prefix: str) -> list[Block]:
+        return []
+
+    @staticmethod
+    def branch(module: nn.Module, kind: str, **options: Any) -> tuple[Branch, int]:
+        norm, conv = module  # type: ignore[misc]
+        if not (generic.is_plain(conv, nn.Conv2d) and conv.kernel_size == conv.stride and conv.groups == 1):
+            raise Unsupported("the patches of the downsampling convolution overlap, or it has hooks")
+        if conv.padding != (0, 0) or conv.dilation != (1, 1):
+            raise Unsupported("the downsampling convolution is padded or dilated")
+        ((stage, tensors),) = _norm(norm)
+        if not isinstance(stage, Pointwise):
+            raise Unsupported(f"{type(norm).__name__} is not known")
+        fn, channels = stage.fn, conv.in_channels
+
+        def per_pixel(x: Tensor, *tensors: Tensor) -> Tensor:
+            return fn(x.unflatten(-1, (-1, channels)).flatten(1, 2), *tensors).view(x.shape)
+
+        weight = conv.weight.permute(0, 2, 3, 1).flatten(1)
+        return Branch([(Pointwise(per_pixel), tensors), linear((weight, conv.bias))]), weight.shape[1]
+
+    @staticmethod
+    def forward(block: Block, run: RunBranch, x: Tensor) -> Tensor:  # type: ignore[override]
+        module: Any = block.module
+        (tall, wide), channels = module[1].stride, x.shape[1]
+        height, width = x.shape[2] // tall, x.shape[3] // wide
+
+        def own(rows: Tensor) -> Tensor:
+            maps = rows.view(-1, height, width, tall, wide, channels).permute(0, 5, 1, 3, 2, 4)
+            return module(maps.flatten(4, 5).flatten(2, 3)).permute(0, 2, 3, 1).flatten(1, 2)
+
+        pixels = x[:, :, : height * tall, : width * wide].permute(0, 2, 3, 1)
+        patches = pixels.unflatten(2, (width, wide)).unflatten(1, (height, tall)).transpose(2, 3)
+        rows = run("downsample", patches.flatten(3).flatten(1, 2), (height, width), 0, own)
+        return rows.unflatten(1, (height, width)).permute(0, 3, 1, 2)
+
+
+ADAPTERS: list[type[Adapter]] = [VisionTransformerBlock, ConvNeXtBlock]

@@ -1,0 +1,183 @@
+"""KeepConfig: every setting of keepgrad, frozen and validated; and the presets.
+
+A field that is None takes its value from the preset, and from the defaults where the preset has none. Precedence:
+what the user gave, then the preset, then the defaults.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .errors import ConfigError
+from .ops.attention import METHODS
+from .ops.chain import SAVES
+from .sampling import MASKS, REDUCTIONS
+from .schedule import SCHEDULES, Layers, Ratio, parse_layers
+
+__all__ = ["PRESETS", "KeepConfig", "Settings"]
+
+BRANCHES = ("attention", "mlp")
+
+DEFAULTS: dict[str, Any] = {
+    "mask": "grid",
+    "reduce": None,  # the architecture's own
+    "schedule": "uniform",
+    "layers": "all",
+    "attention": "qkv",
+    "mlp": True,
+    "downsample": False,
+    "save": "heavy",
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "exact": {"keep_ratio": 1.0},
+    "accurate": {"keep_ratio": {"attention": 1.0, "mlp": 0.5}},
+    "balanced": {"keep_ratio": 0.5},
+    "small": {"keep_ratio": {"attention": 1.0, "mlp": 0.5}, "save": "input"},
+    "paper": {"keep_ratio": 0.5, "reduce": "drop", "layers": "paper", "downsample": True},
+}
+
+
+@dataclass(frozen=True)
+class KeepConfig:
+    """What to keep, where.
+
+    Args:
+        preset: "exact", "accurate", "balanced", "small" or "paper". With neither preset nor keep_ratio: "accurate".
+        keep_ratio: the share of positions whose gradient is kept, in (0, 1]: a number; one for each of
+            `{"attention": ..., "mlp": ...}` (a branch left out keeps everything); a list with one per block; or a
+            function of block index and number of blocks.
+        mask: which positions: "grid", "random" or "block".
+        reduce: what becomes of the rest: "drop", "scaled", "fold" or "pool"; the default is the architecture's.
+        schedule: "uniform", or the ratio "increasing" or "decreasing" over the blocks around the same mean.
+        layers: which blocks: "all"; "first 2/3" or "last 2/3" (any fraction); indices; "paper"; or a function of the
+            block's name.
+        attention: how attention is reduced: "qkv", "query", "head", or "off" to leave its own backward whole.
+        mlp: whether MLP branches are reduced.
+        downsample: whether downsampling layers between stages are reduced.
+        save: "heavy" or "input", or one for each of `{"attention": ..., "mlp": ...}`.
+        seed: makes the masks a sequence of their own; None derives them from torch's random state.
+
+    Raises:
+        ConfigError: if a value cannot work for any model.
+    """
+
+    preset: str | None = None
+    keep_ratio: float | Mapping[str, Ratio] | Sequence[float] | Callable[[int, int], float] | None = None
+    mask: str | None = None
+    reduce: str | None = None
+    schedule: str | None = None
+    layers: Layers | None = None
+    attention: str | None = None
+    mlp: bool | None = None
+    downsample: bool | None = None
+    save: str | Mapping[str, str] | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("preset", self.preset, tuple(PRESETS))
+        _one_of("mask", self.mask, MASKS)
+        _one_of("reduce", self.reduce, REDUCTIONS)
+        _one_of("schedule", self.schedule, SCHEDULES)
+        _one_of("attention", self.attention, METHODS)
+        for name in ("mlp", "downsample"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r}: give True or False")
+        if isinstance(self.save, Mapping):
+            _branches("save", self.save)
+            for value in self.save.values():
+                _one_of("save", value, SAVES)
+        else:
+            _one_of("save", self.save, SAVES)
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise ConfigError(f"seed={self.seed!r}: give a whole number or None")
+        if self.layers is not None:
+            parse_layers(self.layers)
+        if isinstance(self.keep_ratio, Mapping):
+            _branches("keep_ratio", self.keep_ratio)
+            for value in self.keep_ratio.values():
+                _check_ratio(value)
+        elif self.keep_ratio is not None:
+            _check_ratio(self.keep_ratio)
+        varied = self.schedule not in (None, "uniform")
+        if varied and not isinstance(self.keep_ratio, (int, float, Mapping, type(None))):
+            raise ConfigError(f"schedule={self.schedule!r} goes with one keep_ratio; a list or function is a schedule")
+
+    def settings(self) -> Settings:
+        """The values in force: the user's, the preset's, the defaults."""
+        preset = self.preset
+        if preset is None and self.keep_ratio is None:
+            preset = "accurate"
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "preset"}
+        given = {name: value for name, value in given.items() if value is not None}
+        values = {**DEFAULTS, **(PRESETS[preset] if preset else {}), **given}
+        return Settings(preset=preset, given=frozenset(given), seed=values.pop("seed", None), **values)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A KeepConfig with every value filled in, except a reduction left to the architecture."""
+
+    preset: str | None
+    given: frozenset[str]
+    keep_ratio: Any
+    mask: str
+    reduce: str | None
+    schedule: str
+    layers: Layers
+    attention: str
+    mlp: bool
+    downsample: bool
+    save: str | Mapping[str, str]
+    seed: int | None
+
+    def save_of(self, kind: str) -> str:
+        if isinstance(self.save, Mapping):
+            return self.save.get(branch_of(kind), "heavy")
+        return self.save
+
+    def ratio_of(self, kind: str) -> Ratio:
+        if isinstance(self.keep_ratio, Mapping):
+            return self.keep_ratio.get(branch_of(kind), 1.0)
+        return self.keep_ratio
+
+
+def branch_of(kind: str) -> str:
+    """The kind of branch whose settings a site of `kind` follows: downsampling layers go with the MLPs."""
+    return "attention" if kind == "attention" else "mlp"
+
+
+def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value is not None and value not in known:
+        raise ConfigError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, known))}")
+
+
+def _branches(name: str, given: Mapping[str, object]) -> None:
+    wrong = [key for key in given if key not in BRANCHES]
+    if wrong or not given:
+        raise ConfigError(f"{name}={dict(given)!r}: give a value for 'attention', for 'mlp', or for both")
+
+
+def _check_ratio(value: object) -> None:
+    if callable(value):
+        return
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if not value:
+            raise ConfigError("keep_ratio is an empty list; give one ratio per block")
+        for item in value:
+            check_number(item)
+        return
+    check_number(value)
+
+
+def check_number(value: object) -> float:
+    """A keep-ratio in (0, 1], or a ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"keep_ratio={value!r}: give a number in (0, 1], e.g. 0.5")
+    if not (math.isfinite(value) and 0 < value <= 1):
+        raise ConfigError(f"keep_ratio={value!r} is outside (0, 1]; 0.5 keeps the gradient of half of the positions")
+    return float(value)

@@ -1,0 +1,27 @@
+"""The exceptions keepgrad raises. Each message says what was given, what was expected and what to do."""
+
+__all__ = ["AlreadyAppliedError", "ConfigError", "InputError", "KeepgradError", "NoSiteError", "NotAppliedError"]
+
+
+class KeepgradError(Exception):
+    """Base of every error keepgrad raises on purpose."""
+
+
+class ConfigError(KeepgradError, ValueError):
+    """A setting has a value that cannot work, for any model or for this one."""
+
+
+class NoSiteError(KeepgradError, ValueError):
+    """The model has no branch that keepgrad knows how to train with kept positions only."""
+
+
+class AlreadyAppliedError(KeepgradError, RuntimeError):
+    """`apply` was called on a model that keepgrad already changed."""
+
+
+class NotAppliedError(KeepgradError, RuntimeError):
+    """`remove` or `exact` was called on a model that keepgrad has not changed."""
+
+
+class InputError(KeepgradError, ValueError):
+    """An input does not fit the plan, e.g. a feature map smaller than one group of the mask."""

@@ -1,0 +1,68 @@
+"""Algorithm 1 of the paper: stochastic backpropagation for any position-wise function.
+
+The kept positions go through `f` with gradients, the others without, and the two results are put together. What `f`
+saves is saved for kept positions only. The forward is computed in two pieces, so it equals `f(x)` where `f` treats
+positions alike and independently: a LayerNorm or an MLP does, attention or a convolution over positions does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+
+__all__ = ["sbp"]
+
+
+def sbp(f: Callable[[Tensor], Tensor], x: Tensor, kept: Tensor, dim: int = 1) -> Tensor:
+    """`f(x)`, with gradients from the kept positions only.
+
+    Args:
+        f: a module or function that maps positions independently; its output has the positions of its input.
+        x: the input.
+        kept: the kept positions along `dim`: indices without repetition, or a boolean mask.
+        dim: the dimension of `x`, and of the output, along which positions lie.
+
+    Raises:
+        InputError: if `kept` does not fit `x`, or if `f` changes the number of positions.
+    """
+    positions = x.shape[dim]
+    keep = _mask(kept, positions, dim)
+    index_kept, index_dropped = keep.nonzero().squeeze(1), (~keep).nonzero().squeeze(1)
+    out_kept = f(x.index_select(dim, index_kept))
+    with torch.no_grad():
+        out_dropped = f(x.index_select(dim, index_dropped))
+    if out_kept.dim() <= dim or out_kept.shape[dim] != len(index_kept):
+        raise InputError(
+            f"f maps {len(index_kept)} positions along dim {dim} to an output of shape {tuple(out_kept.shape)}; "
+            "sbp needs a position-wise f, which keeps that dimension"
+        )
+    shape = list(out_kept.shape)
+    shape[dim] = positions
+    out = out_kept.new_zeros(shape)
+    out = out.index_copy(dim, index_dropped, out_dropped.to(out.dtype))
+    return out.index_copy(dim, index_kept, out_kept)
+
+
+def _mask(kept: Tensor, positions: int, dim: int) -> Tensor:
+    """The kept positions as a boolean mask."""
+    if kept.dim() != 1:
+        raise InputError(f"kept has {kept.dim()} dimensions; give indices or a boolean mask of one dimension")
+    if kept.dtype == torch.bool:
+        if len(kept) != positions:
+            raise InputError(f"kept is a mask of {len(kept)} entries, but x has {positions} positions along dim {dim}")
+        keep = kept
+    elif kept.dtype.is_floating_point or kept.dtype.is_complex:
+        raise InputError(f"kept is of {kept.dtype}; give integer indices or a boolean mask")
+    else:
+        if len(kept) and not (-1 < int(kept.min()) and int(kept.max()) < positions):
+            raise InputError(f"kept has indices outside 0 to {positions - 1}, the positions of x along dim {dim}")
+        keep = torch.zeros(positions, dtype=torch.bool, device=kept.device).index_fill(0, kept.long(), True)
+        if int(keep.sum()) != len(kept):
+            raise InputError("kept names a position twice; each position can be kept once")
+    if not bool(keep.any()):
+        raise InputError("kept is empty: no position would get a gradient; keep at least one")
+    return keep

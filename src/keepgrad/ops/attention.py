@@ -1,0 +1,269 @@
+"""Self-attention: exact forward, and a backward renormalised over what is kept.
+
+Shapes: input `[batch, n, in]`, projected to `q, k, v` side by side `[batch, n, 3 * heads * dim]`, output
+`[batch, n, heads * dim]`.
+
+Forward attends to everything. Backward differentiates attention *among the kept rows*: softmax over the kept keys,
+not the exact probabilities with terms left out, because then the probability mass of the dropped keys would be missing.
+A slot that stands for m positions gets `log m` added to its scores as a key. It costs `keep_ratio ** 2` of the
+exact backward and stores no attention matrix: it is `torch.func.vjp` of
+`F.scaled_dot_product_attention` on the kept rows, on every device and backend.
+
+| method | backward of                         | saves (of the input; of q, k, v; of the output)            |
+| ---    | ---                                 | ---                                                        |
+| qkv    | kept queries, over the kept keys    | kept rows; kept rows; kept rows                            |
+| query  | kept queries, over all keys         | all rows; kept rows of q, all of k and v; kept rows        |
+| head   | kept heads, at all positions        | all rows; kept heads; all rows                             |
+
+With save="input" q, k and v are redone from the saved input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..sampling import Kept
+from .stages import Linear, Link, Pull, Stage, Tensors, partial_vjp
+
+__all__ = ["METHODS", "SelfAttention", "self_attention"]
+
+METHODS = ("qkv", "query", "head", "off")
+
+
+@dataclass(frozen=True)
+class SelfAttention(Stage):
+    """The projection to q, k and v and the attention itself, as one stage.
+
+    Tensors: those of `projection`, those of `q_norm`, those of `k_norm`, and for the `head` method the indices of the
+    kept heads.
+    """
+
+    heads: int
+    method: str
+    projection: Linear
+    q_norm: Callable[..., Tensor] | None = None
+    k_norm: Callable[..., Tensor] | None = None
+    counts: tuple[int, int, int] = (1, 0, 0)  # of tensors: projection, q_norm, k_norm
+    heavy = True
+
+    @property
+    def reads_all(self) -> bool:  # type: ignore[override]
+        return self.method != "qkv"
+
+    def core(self, qkv: tuple[Tensor, ...], norms: Tensors, key_bias: Tensor | None = None, **sdpa: object) -> Tensor:
+        """Attention of q, k, v, each `[batch, n, heads, dim]`, to `[batch, n, heads * dim]`."""
+        q, k, v = (rows.transpose(1, 2) for rows in qkv)
+        q_count = self.counts[1]
+        if self.q_norm:
+            q = self.q_norm(q, *norms[:q_count])
+        if self.k_norm:
+            k = self.k_norm(k, *norms[q_count:])
+        if key_bias is not None:
+            sdpa["attn_mask"] = key_bias.to(q.dtype).expand(1, 1, 1, -1)
+        out = F.scaled_dot_product_attention(q, k, v, **sdpa)  # type: ignore[arg-type]
+        return out.transpose(1, 2).flatten(2)
+
+    def split_heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        return qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)
+
+    def split_tensors(self, tensors: tuple) -> tuple[tuple, tuple]:
+        """Those of the projection, and those of the two norms."""
+        first, second = self.counts[0], sum(self.counts)
+        return tensors[:first], tensors[first:second]
+
+    def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
+        projection, norms = self.split_tensors(tensors)
+        qkv = self.projection.apply(x, projection)
+        out = self.core(self.split_heads(qkv), norms)
+        if not keep_extras:
+            return out, ()
+        return out, self._rows(qkv, tensors, kept)
+
+    def _rows(self, qkv: Tensor, tensors: Tensors, kept: Kept | None) -> Tensors:
+        """What backward needs of q, k and v."""
+        if self.method == "head":
+            return (qkv.unflatten(-1, (3, self.heads, -1)).index_select(3, tensors[-1]),)
+        if kept is None:
+            return (qkv,)
+        if self.method == "qkv":
+            return (kept.gather(qkv),)
+        width = qkv.shape[-1] // 3
+        return kept.gather(qkv[..., :width]), qkv[..., width:].contiguous()
+
+    def vjp(
+        self,
+        x: Tensor | None,
+        tensors: Tensors,
+        needs: tuple[bool, ...],
+        extras: Tensors,
+        kept: Kept | None,
+        need_output: bool,
+        need_input: bool,
+    ) -> tuple[Tensor | None, Pull]:
+        if not extras:
+            assert x is not None
+            qkv = self.projection.apply(x, self.split_tensors(tensors)[0])
+            extras = (qkv,) if self.method == "qkv" else self._rows(qkv, tensors, kept)
+        if self.method == "head":
+            return self._vjp_heads(x, tensors, needs, extras[0], need_input)
+        if self.method == "query" and kept is not None:
+            return self._vjp_queries(x, tensors, needs, extras, kept, need_input)
+        return self._vjp_rows(x, tensors, needs, extras[0], kept, need_input)
+
+    def _vjp_rows(
+        self,
+        x: Tensor | None,
+        tensors: Tensors,
+        needs: tuple[bool, ...],
+        qkv: Tensor,
+        kept: Kept | None,
+        need_input: bool,
+    ) -> tuple[Tensor, Pull]:
+        projection, norms = self.split_tensors(tensors)
+        projection_needs, norm_needs = self.split_tensors(needs)
+        key_bias = None if kept is None else kept.key_bias
+
+        def core(qkv: Tensor, *norms: Tensor) -> Tensor:
+            return self.core(self.split_heads(qkv), norms, key_bias)
+
+        out, pull_core = partial_vjp(core, qkv, norms, norm_needs)
+
+        def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+            d_qkv, d_norms = pull_core(grad)
+            assert d_qkv is not None
+            dx, found = self.projection.backward(x, projection, projection_needs, d_qkv, need_input)
+            return dx, (*found, *d_norms)
+
+        return out, pull
+
+    def _vjp_queries(
+        self,
+        x: Tensor | None,
+        tensors: Tensors,
+        needs: tuple[bool, ...],
+        extras: Tensors,
+        kept: Kept,
+        need_input: bool,
+    ) -> tuple[Tensor, Pull]:
+        norms = self.split_tensors(tensors)[1]
+        norm_needs = self.split_tensors(needs)[1]
+        q, kv = extras
+
+        def core(q: Tensor, kv: Tensor, *norms: Tensor) -> Tensor:
+            k, v = kv.unflatten(-1, (2, self.heads, -1)).unbind(2)
+            return self.core((q.unflatten(-1, (self.heads, -1)), k, v), norms)
+
+        out, pull_core = partial_vjp(core, q, (kv, *norms), (True, *norm_needs))
+
+        def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+            dq, (dkv, *d_norms) = pull_core(grad)
+            assert dq is not None and dkv is not None
+            weight, bias = self._fused(tensors)
+            fused = Linear((weight.shape[0],), (bias is not None,))
+            width = weight.shape[0] // 3
+            parts = []
+            for rows, dy, part in (
+                (None if x is None else kept.gather(x), dq, slice(0, width)),
+                (x, dkv, slice(width, None)),
+            ):
+                layer = Linear((dy.shape[-1],), fused.biases)
+                given = (weight[part],) if bias is None else (weight[part], bias[part])
+                layer_needs = (x is not None, True)[: len(given)]
+                parts.append(layer.backward(rows, given, layer_needs, dy, need_input))
+            (dx_q, found_q), (dx_kv, found_kv) = parts
+            dx = kept.give_back(dx_q, dx_kv) if need_input and dx_q is not None else None
+            found = tuple(
+                torch.cat([a, b]) if a is not None and b is not None else None
+                for a, b in zip(found_q, found_kv, strict=True)
+            )
+            return dx, (*self._unfused(found, needs), *d_norms)
+
+        return out, pull
+
+    def _vjp_heads(
+        self, x: Tensor | None, tensors: Tensors, needs: tuple[bool, ...], qkv: Tensor, need_input: bool
+    ) -> tuple[None, Pull]:
+        norms = self.split_tensors(tensors)[1]
+        norm_needs = self.split_tensors(needs)[1]
+        heads = tensors[-1]
+
+        def core(qkv: Tensor, *norms: Tensor) -> Tensor:
+            return self.core(qkv.unbind(2), norms)
+
+        _, pull_core = partial_vjp(core, qkv, norms, norm_needs)
+
+        def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+            grad = grad.unflatten(-1, (self.heads, -1)).index_select(2, heads).flatten(2)
+            d_qkv, d_norms = pull_core(grad)
+            assert d_qkv is not None
+            weight, bias = self._fused(tensors)
+            rows = torch.arange(weight.shape[0], device=weight.device).view(3, self.heads, -1)
+            rows = rows.index_select(1, heads).flatten()
+            layer = Linear((rows.shape[0],), (bias is not None,))
+            given = (weight[rows],) if bias is None else (weight[rows], bias[rows])
+            dx, found = layer.backward(x, given, (x is not None, True)[: len(given)], d_qkv.flatten(2), need_input)
+            full = tuple(
+                None if part is None else torch.zeros_like(whole).index_copy(0, rows, part)
+                for part, whole in zip(found, (weight, bias)[: len(found)], strict=True)
+            )
+            return dx, (*self._unfused(full, needs), *d_norms, None)
+
+        return None, pull
+
+    def _fused(self, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias that project to q, k and v at once."""
+        layers = self.projection.layers(tensors)
+        if len(layers) == 1:
+            return layers[0]
+        weights, biases = zip(*layers, strict=True)
+        return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
+
+    def _unfused(self, found: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+        """Gradients of `_fused` as those of the projection's own tensors, where needed."""
+        dw, db = (*found, None)[:2]
+        parts: list[Tensor | None] = []
+        sizes = list(self.projection.outs)
+        dws = [None] * len(sizes) if dw is None else dw.split(sizes)
+        dbs = [None] * len(sizes) if db is None else db.split(sizes)
+        for w, b, has_bias in zip(dws, dbs, self.projection.biases, strict=True):
+            parts += [w, b] if has_bias else [w]
+        return tuple(p if need else None for p, need in zip(parts, needs, strict=False))
+
+    def needs_input(self, needs: tuple[bool, ...], redo: bool) -> bool:
+        return redo or self.projection.needs_input(self.split_tensors(needs)[0], redo)
+
+    def redoable(self, reduced: bool) -> bool:
+        return not reduced and self.method != "head"
+
+    def width(self, width: int) -> int:
+        return sum(self.projection.outs) // 3
+
+    def saved_width(self, width: int) -> int:
+        normed = 2 * self.width(width) if self.q_norm else 0
+        return width + sum(self.projection.outs) + normed
+
+    def extra_width(self, width: int) -> int:
+        return sum(self.projection.outs)
+
+
+def self_attention(
+    heads: int,
+    projection: Link,
+    q_norm: Link | None = None,
+    k_norm: Link | None = None,
+    method: str = "qkv",
+    kept_heads: Tensor | None = None,
+) -> Link:
+    """A `SelfAttention` stage from its projection (to q, k, v), its norms of q and k, and its drop method."""
+    stage, tensors = projection
+    assert isinstance(stage, Linear)
+    norms = [(None, ()) if norm is None else (norm[0].fn, norm[1]) for norm in (q_norm, k_norm)]  # type: ignore[attr-defined]
+    counts = (len(tensors), len(norms[0][1]), len(norms[1][1]))
+    whole = SelfAttention(heads, method, stage, norms[0][0], norms[1][0], counts)
+    picked = () if kept_heads is None else (kept_heads,)
+    return whole, (*tensors, *norms[0][1], *norms[1][1], *picked)

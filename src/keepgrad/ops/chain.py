@@ -1,0 +1,243 @@
+"""The branch engine: a chain of stages, with its residual add, as one autograd.Function.
+
+Forward runs every stage on all rows `[batch, positions, channels]` and saves slots of a few values. Backward reduces
+the output gradient to slots once, walks the chain on slots alone, and gives the result back to all positions once.
+
+What is saved depends on the policy:
+- `heavy`: the input of the chain and the outputs of heavy stages; cheap stages are redone.
+- `input`: the input of the chain, and what cannot be redone from it (the output of reduced attention, noise).
+A value is saved only where the backward of some stage reads it: with frozen weights most are not.
+
+Backward is the backward of the same chain on the slots, in which each saved value takes the place of the redone one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..sampling import Kept
+from .stages import Link, Pull, Stage, Tensors
+
+__all__ = ["SAVES", "run", "run_stages", "saved_width"]
+
+SAVES = ("heavy", "input")
+_KEPT_TENSORS = 5
+
+
+def run(links: Sequence[Link], x: Tensor, kept: Kept | None, save: str, residual: Tensor | None = None) -> Tensor:
+    """Run a chain on `x`, all positions forward and the kept slots backward.
+
+    Args:
+        links: the stages and their tensors.
+        x: rows `[batch, positions, channels]`.
+        kept: the slots of the backward pass; None keeps every position.
+        save: one of `SAVES`.
+        residual: what to add to the output, `x` itself or another tensor.
+
+    Returns:
+        The output of the chain, plus the residual.
+    """
+    stages = tuple(stage for stage, _ in links)
+    tensors = tuple(tensors for _, tensors in links)
+    needs = tuple(tuple(t.requires_grad for t in group) for group in tensors)
+    if not torch.is_grad_enabled() or not (x.requires_grad or any(map(any, needs))):
+        out = run_stages(links, x)
+        return out if residual is None else residual + out
+    device = x.device.type
+    spec = _Spec(
+        stages=stages,
+        needs=needs,
+        input_needs=x.requires_grad,
+        save=save,
+        reduce=None if kept is None else kept.reduce,
+        positions=x.shape[1],
+        adds_input=residual is x,
+        autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+    )
+    kept_tensors = (None,) * _KEPT_TENSORS if kept is None else kept.tensors()
+    flat = [t for group in tensors for t in group]
+    return _Chain.apply(spec, x, None if residual is x else residual, *kept_tensors, *flat)
+
+
+def run_stages(links: Sequence[Link], x: Tensor) -> Tensor:
+    """The plain forward of a chain, under ordinary autograd."""
+    for stage, tensors in links:
+        x, _ = stage.forward(x, tensors, None, False)
+    return x
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """All of a chain that is not a tensor."""
+
+    stages: tuple[Stage, ...]
+    needs: tuple[tuple[bool, ...], ...]
+    input_needs: bool
+    save: str
+    reduce: str | None
+    positions: int
+    adds_input: bool
+    autocast: torch.dtype | None
+
+    @property
+    def first(self) -> int:
+        """The first stage whose backward has to run."""
+        if self.input_needs:
+            return 0
+        return next(i for i, needs in enumerate(self.needs) if any(needs))
+
+    def saves(self) -> list[bool]:
+        """Whether the value before each stage, and after the last one, is saved."""
+        found = [False] * (len(self.stages) + 1)
+        needed = False
+        for i in reversed(range(len(self.stages))):
+            stage = self.stages[i]
+            redoable = stage.redoable(self.reduce is not None)
+            found[i + 1] = needed and ((stage.heavy and self.save == "heavy") or not redoable)
+            reads = i >= self.first and stage.needs_input(self.needs[i], self.save == "input")
+            needed = reads or (needed and not found[i + 1])
+        found[0] = needed
+        return found
+
+    def keeps_extras(self, i: int) -> bool:
+        return i >= self.first and (self.save == "heavy" or not self.stages[i].heavy)
+
+    def kept_at(self, i: int, kept: Kept | None) -> Kept | None:
+        """The slots of the value before stage `i`."""
+        return None if any(stage.reads_all for stage in self.stages[i:]) else kept
+
+    def groups(self, flat: Sequence[Tensor]) -> list[Tensors]:
+        """A flat list of tensors, stage by stage."""
+        rest = iter(flat)
+        return [tuple(next(rest) for _ in needs) for needs in self.needs]
+
+    def context(self, device: torch.device) -> AbstractContextManager:
+        """The autocast state of the forward pass, without its cache: that would hand casts made here, which carry no
+        graph, to other users of a weight."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.autocast, cache_enabled=False)
+
+
+class _Chain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, spec: _Spec, x: Tensor, residual: Tensor | None, *rest: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+        kept_tensors, flat = rest[:_KEPT_TENSORS], rest[_KEPT_TENSORS:]
+        kept = None if spec.reduce is None else Kept(spec.reduce, spec.positions, *kept_tensors)
+        saves = spec.saves()
+        values: list[Tensor | None] = [_slots(x, spec.kept_at(0, kept)) if saves[0] else None]
+        extras: list[Tensor] = []
+        extra_counts = []
+        out = x
+        with spec.context(x.device):
+            for i, (stage, tensors) in enumerate(zip(spec.stages, spec.groups(flat), strict=True)):
+                out, extra = stage.forward(out, tensors, kept, spec.keeps_extras(i))
+                extras += extra
+                extra_counts.append(len(extra))
+                values.append(_slots(out, spec.kept_at(i + 1, kept)) if saves[i + 1] else None)
+        ctx.spec = spec
+        ctx.extra_counts = tuple(extra_counts)
+        ctx.branch_dtype = out.dtype
+        ctx.input_dtype = x.dtype
+        ctx.save_for_backward(*kept_tensors, *values, *extras, *flat)
+        if spec.adds_input:
+            return x + out
+        return out if residual is None else residual + out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def, override]
+        spec: _Spec = ctx.spec
+        count = len(spec.stages)
+        saved = list(ctx.saved_tensors)
+        kept_tensors, saved = saved[:_KEPT_TENSORS], saved[_KEPT_TENSORS:]
+        values, saved = saved[: count + 1], saved[count + 1 :]
+        extras: list[Tensors] = []
+        for n in ctx.extra_counts:
+            extras.append(tuple(saved[:n]))
+            saved = saved[n:]
+        tensors = spec.groups(saved)
+        kept = None if spec.reduce is None else Kept(spec.reduce, spec.positions, *kept_tensors)
+
+        last = spec.kept_at(count, kept)
+        grad: Tensor | None = (dy if last is None else last.gather_grad(dy)).to(ctx.branch_dtype)
+        found: list[tuple[Tensor | None, ...]] = [(None,) * len(needs) for needs in spec.needs]
+        end = count
+        with spec.context(dy.device):
+            while end > spec.first:
+                start = next(i for i in reversed(range(end)) if i == 0 or values[i] is not None)
+                pulls = _redo(spec, start, end, values[start], tensors, extras, kept)
+                for i in reversed(range(max(start, spec.first), end)):
+                    assert grad is not None
+                    grad, found[i] = pulls[i](grad)
+                    del pulls[i]
+                end = start
+        dx = None
+        if spec.input_needs:
+            assert grad is not None
+            grad = grad.to(ctx.input_dtype)
+            onto = dy.to(ctx.input_dtype) if spec.adds_input else None
+            first = spec.kept_at(0, kept)
+            if first is not None:
+                dx = first.give_back(grad, onto)
+            else:
+                dx = grad if onto is None else grad + onto
+        d_residual = dy if ctx.needs_input_grad[2] else None
+        flat = [g for group in found for g in group]
+        return (None, dx, d_residual, *(None,) * _KEPT_TENSORS, *flat)
+
+
+def _slots(rows: Tensor, kept: Kept | None) -> Tensor:
+    return rows if kept is None else kept.gather(rows)
+
+
+def _redo(
+    spec: _Spec,
+    start: int,
+    end: int,
+    value: Tensor | None,
+    tensors: list[Tensors],
+    extras: list[Tensors],
+    kept: Kept | None,
+) -> dict[int, Pull]:
+    """Redo stages `start` to `end` from the saved value before them; the pull-back of each."""
+    needed = [False] * (end + 1)
+    for i in reversed(range(start, end)):
+        reads = i >= spec.first and spec.stages[i].needs_input(spec.needs[i], spec.save == "input")
+        needed[i] = reads or needed[i + 1]
+    pulls = {}
+    for i in range(start, end):
+        value, pulls[i] = spec.stages[i].vjp(
+            value,
+            tensors[i],
+            spec.needs[i],
+            extras[i],
+            kept,
+            need_output=needed[i + 1],
+            need_input=i > spec.first or spec.input_needs,
+        )
+    return pulls
+
+
+def saved_width(stages: Sequence[Stage], width: int, keep_ratio: float, save: str) -> tuple[float, float]:
+    """Channels a position that plain autograd and keepgrad save for a chain on `width` channels, nothing frozen."""
+    needs = tuple((True,) * 8 for _ in stages)
+    spec = _Spec(tuple(stages), needs, True, save, None if keep_ratio == 1 else "drop", 0, False, None)
+    plain, ours = 0.0, 0.0
+    widths = [width]
+    for i, stage in enumerate(stages):
+        plain += stage.saved_width(widths[-1])
+        if spec.keeps_extras(i):
+            ours += stage.extra_width(widths[-1]) * keep_ratio
+        widths.append(stage.width(widths[-1]))
+    for i, (saves, size) in enumerate(zip(spec.saves(), widths, strict=True)):
+        if saves:
+            reads_all = any(stage.reads_all for stage in stages[i:])
+            ours += size * (1.0 if reads_all else keep_ratio)
+    return plain, ours

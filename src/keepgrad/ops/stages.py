@@ -1,0 +1,317 @@
+"""The position-wise stages of a branch: what each computes, saves and redoes.
+
+Shapes: a stage maps rows `[batch, positions, in]` to rows `[batch, positions, out]`. Forward runs on all positions,
+`vjp` on the slots of a `Kept` only.
+
+| stage     | heavy | saves besides its output        | backward                                           |
+| ---       | ---   | ---                             | ---                                                |
+| Pointwise | no    | -                               | `torch.func.vjp` of its forward, redone            |
+| Opaque    | yes   | -                               | the same; for modules keepgrad does not know       |
+| Linear    | yes   | -                               | two matmuls; needs its input, not its output       |
+| Noise     | no    | the noise (dropout, drop path)  | a product with the noise                           |
+
+A `Linear` takes the LayerScale behind it along, because the scale's gradient then needs no saved output: with
+`y = s * (W x + b)` and `M = dy^T x`, `dW = s M`, `ds = rowsum(W * M) + b * sum(dy)`.
+
+Stages hold no tensors. Parameters travel beside them, as inputs of the autograd.Function, so frozen ones cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..sampling import Kept
+
+__all__ = ["Linear", "Link", "Noise", "Opaque", "Pointwise", "Pull", "Stage", "linear", "noise", "pointwise"]
+
+Tensors = tuple[Tensor, ...]
+Pull = Callable[[Tensor], tuple[Tensor | None, tuple[Tensor | None, ...]]]
+"""From the gradient of a stage's output slots to that of its input slots and of its tensors."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a branch. Subclasses say how it runs forward on all rows and backward on slots."""
+
+    heavy = False
+    """Whether redoing this stage in backward costs about as much as its backward itself."""
+    reads_all = False
+    """Whether backward needs the input of every position, not of the slots alone."""
+
+    def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
+        """The output for all rows, and what to save for `vjp` besides inputs and outputs (if `keep_extras`)."""
+        raise NotImplementedError
+
+    def vjp(
+        self,
+        x: Tensor | None,
+        tensors: Tensors,
+        needs: tuple[bool, ...],
+        extras: Tensors,
+        kept: Kept | None,
+        need_output: bool,
+        need_input: bool,
+    ) -> tuple[Tensor | None, Pull]:
+        """The output slots, if needed, and the pull-back at the input slots `x`."""
+        raise NotImplementedError
+
+    def needs_input(self, needs: tuple[bool, ...], redo: bool) -> bool:
+        """Whether `vjp` reads its input; `redo` says that extras are not saved."""
+        return True
+
+    def redoable(self, reduced: bool) -> bool:
+        """Whether the output slots follow from the input slots."""
+        return True
+
+    def width(self, width: int) -> int:
+        """The number of output channels for an input of `width` channels."""
+        return width
+
+    def saved_width(self, width: int) -> int:
+        """How many channels a position plain autograd saves for this stage, its output not counted."""
+        return width
+
+    def extra_width(self, width: int) -> int:
+        """How many channels a position `forward` returns as extras."""
+        return 0
+
+
+Link = tuple[Stage, Tensors]
+"""A stage and its tensors."""
+
+
+@dataclass(frozen=True)
+class Pointwise(Stage):
+    """A cheap function of each row: a norm, an activation, a gate."""
+
+    fn: Callable[..., Tensor]
+    out_width: Callable[[int], int] | None = field(default=None)
+
+    def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
+        return self.fn(x, *tensors), ()
+
+    def vjp(
+        self,
+        x: Tensor | None,
+        tensors: Tensors,
+        needs: tuple[bool, ...],
+        extras: Tensors,
+        kept: Kept | None,
+        need_output: bool,
+        need_input: bool,
+    ) -> tuple[Tensor | None, Pull]:
+        assert x is not None
+        return partial_vjp(self.fn, x, tensors, needs)
+
+    def width(self, width: int) -> int:
+        return self.out_width(width) if self.out_width else width
+
+
+@dataclass(frozen=True)
+class Opaque(Pointwise):
+    """Any position-wise module; its output is saved because it may be expensive to redo."""
+
+    heavy = True
+
+
+def partial_vjp(
+    fn: Callable[..., Tensor], x: Tensor, tensors: Tensors, needs: tuple[bool, ...]
+) -> tuple[Tensor, Pull]:
+    """`fn(x, *tensors)` and its pull-back to `x` and to those tensors that need a gradient."""
+    moving = tuple(t for t, need in zip(tensors, needs, strict=True) if need)
+
+    def of_moving(x: Tensor, *moving: Tensor) -> Tensor:
+        rest = iter(moving)
+        return fn(x, *(next(rest) if need else t for t, need in zip(tensors, needs, strict=True)))
+
+    out, pull_back = torch.func.vjp(of_moving, x, *moving)
+
+    def pull(grad: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        dx, *rest = pull_back(grad.to(out.dtype))
+        found = iter(rest)
+        return dx, tuple(next(found) if need else None for need in needs)
+
+    return out, pull
+
+
+@dataclass(frozen=True)
+class Linear(Stage):
+    """One or several linear layers on the same input, their outputs side by side; optionally times a scale.
+
+    Tensors: each weight, followed by its bias where `biases` says so; the scale last if `scaled`.
+    """
+
+    outs: tuple[int, ...]
+    biases: tuple[bool, ...]
+    scaled: bool = False
+    heavy = True
+
+    def layers(self, tensors: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+        """`tensors` (or anything in the same order) as pairs of weight and bias."""
+        rest = iter(tensors)
+        return [(next(rest), next(rest) if has_bias else None) for has_bias in self.biases]
+
+    def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
+        return self.apply(x, tensors), ()
+
+    def apply(self, x: Tensor, tensors: Tensors) -> Tensor:
+        outs = [F.linear(x, weight, bias) for weight, bias in self.layers(tensors)]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
+        return out * tensors[-1] if self.scaled else out
+
+    def vjp(
+        self,
+        x: Tensor | None,
+        tensors: Tensors,
+        needs: tuple[bool, ...],
+        extras: Tensors,
+        kept: Kept | None,
+        need_output: bool,
+        need_input: bool,
+    ) -> tuple[Tensor | None, Pull]:
+        out = None
+        if need_output:
+            assert x is not None
+            out = self.apply(x, tensors)
+
+        def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+            return self.backward(x, tensors, needs, grad, need_input)
+
+        return out, pull
+
+    def backward(
+        self, x: Tensor | None, tensors: Tensors, needs: tuple[bool, ...], grad: Tensor, need_input: bool
+    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        """The gradients of the input and of the tensors, at input rows `x` (None if no weight needs one)."""
+        device = grad.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[0].dtype
+        with torch.autocast(device, enabled=False):
+            grad = grad.to(dtype)
+            rows = None if x is None else x.to(dtype).flatten(0, -2)
+            scale = tensors[-1] if self.scaled else None
+            dx: Tensor | None = None
+            found: list[Tensor | None] = []
+            pairs = zip(self.layers(tensors), self.layers(needs), grad.split(self.outs, -1), strict=True)
+            for (weight, bias), (weight_needs, bias_needs), dy in pairs:
+                if need_input:
+                    through = dy if scale is None else dy * scale.to(dtype)
+                    part = through @ weight.to(dtype)
+                    dx = part if dx is None else dx + part
+                dy = dy.flatten(0, -2)
+                scale_needs = scale is not None and needs[-1]
+                outer = dy.t() @ rows if (weight_needs or scale_needs) and rows is not None else None
+                total = dy.sum(0) if bias_needs or (scale_needs and bias is not None) else None
+                if weight_needs:
+                    assert outer is not None
+                    dw = outer if scale is None else outer * scale.to(dtype).unsqueeze(1)
+                    found.append(dw.to(weight.dtype))
+                else:
+                    found.append(None)
+                if bias is not None:
+                    db = total if total is None or scale is None else total * scale.to(dtype)
+                    found.append(db.to(bias.dtype) if bias_needs and db is not None else None)
+                if scale is not None:
+                    found.append(self._scale_grad(weight, bias, outer, total, scale) if scale_needs else None)
+        return dx, tuple(found)
+
+    @staticmethod
+    def _scale_grad(
+        weight: Tensor, bias: Tensor | None, outer: Tensor | None, total: Tensor | None, scale: Tensor
+    ) -> Tensor:
+        assert outer is not None
+        grad = (weight * outer).sum(1)
+        if bias is not None:
+            assert total is not None
+            grad = grad + bias * total
+        return grad.to(scale.dtype)
+
+    def needs_input(self, needs: tuple[bool, ...], redo: bool) -> bool:
+        weights = any(weight for weight, _ in self.layers(needs))
+        return weights or (self.scaled and needs[-1])
+
+    def width(self, width: int) -> int:
+        return sum(self.outs)
+
+    def saved_width(self, width: int) -> int:
+        # The scale is a product of its own under autograd, and saves the other factor.
+        return width + (sum(self.outs) if self.scaled else 0)
+
+
+@dataclass(frozen=True)
+class Noise(Stage):
+    """Dropout or drop path: a product with noise that `module` draws when given ones.
+
+    The noise is drawn in the shape the module itself would use, so the random stream is that of the plain model.
+    """
+
+    module: nn.Module
+    per_sample: bool
+
+    def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
+        ones = x.new_ones(x.shape[0], *(1,) * (x.dim() - 1)) if self.per_sample else torch.ones_like(x)
+        noise = self.module(ones)
+        out = x * noise
+        if not keep_extras:
+            return out, ()
+        return out, (noise if self.per_sample or kept is None else kept.gather(noise),)
+
+    def vjp(
+        self,
+        x: Tensor | None,
+        tensors: Tensors,
+        needs: tuple[bool, ...],
+        extras: Tensors,
+        kept: Kept | None,
+        need_output: bool,
+        need_input: bool,
+    ) -> tuple[Tensor | None, Pull]:
+        (noise,) = extras
+        out = None
+        if need_output:
+            assert x is not None
+            out = x * noise
+        return out, lambda grad: (grad * noise, ())
+
+    def needs_input(self, needs: tuple[bool, ...], redo: bool) -> bool:
+        return False
+
+    def saved_width(self, width: int) -> int:
+        return self.extra_width(width)
+
+    def extra_width(self, width: int) -> int:
+        return 0 if self.per_sample else width
+
+
+def linear(*layers: tuple[Tensor, Tensor | None], scale: Tensor | None = None) -> Link:
+    """A `Linear` stage for weights `[out, in]` with their biases, and a scale `[out]` for the output of one."""
+    tensors: list[Tensor] = []
+    for weight, bias in layers:
+        tensors += [weight] if bias is None else [weight, bias]
+    outs = tuple(weight.shape[0] for weight, _ in layers)
+    biases = tuple(bias is not None for _, bias in layers)
+    assert scale is None or len(layers) == 1
+    return Linear(outs, biases, scale is not None), (*tensors, *(() if scale is None else (scale,)))
+
+
+def pointwise(fn: Callable[..., Tensor], *tensors: Tensor | None) -> Link:
+    """A `Pointwise` stage for `fn(x, *tensors)`, where tensors that are None stay None."""
+    if all(t is not None for t in tensors):
+        return Pointwise(fn), tuple(t for t in tensors if t is not None)
+    present = tuple(t is not None for t in tensors)
+
+    def with_gaps(x: Tensor, *given: Tensor) -> Tensor:
+        rest = iter(given)
+        return fn(x, *(next(rest) if is_there else None for is_there in present))
+
+    return Pointwise(with_gaps), tuple(t for t in tensors if t is not None)
+
+
+def noise(module: nn.Module, per_sample: bool = False) -> Link:
+    """A `Noise` stage for a dropout (or, `per_sample`, drop path) module."""
+    return Noise(module, per_sample), ()

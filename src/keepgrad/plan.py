@@ -1,0 +1,195 @@
+"""Site and Plan: what keepgrad does to a model, decided before the model is touched."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from .adapters import Block, Unsupported, find_blocks
+from .config import KeepConfig, Settings, check_number
+from .errors import ConfigError, KeepgradError, NoSiteError
+from .schedule import choose, ratios
+
+__all__ = ["Plan", "Site", "make_plan"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One branch of one block.
+
+    `plain` and `saved` are the channels a position that full backprop and keepgrad save for backward, with nothing
+    frozen. `cell` is the side of the squares of positions that are kept or dropped together, in a pyramid.
+    """
+
+    name: str
+    kind: str
+    index: int
+    keep_ratio: float
+    mask: str
+    reduce: str
+    method: str
+    save: str
+    cell: int
+    plain: float
+    saved: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All sites of a model with their settings. `print(plan)` shows it; `to_dict` and `to_json` are for machines."""
+
+    model: str
+    preset: str | None
+    sites: tuple[Site, ...]
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        head = f"keepgrad plan for {self.model}" + (f", preset {self.preset!r}" if self.preset else "")
+        rows = [("site", "branch", "keep", "mask", "reduce", "attention", "save", "saved")]
+        for site in self.sites:
+            share = f"{site.saved / site.plain:.2f}x" if site.plain else "-"
+            ratio = f"{site.keep_ratio:.4g}"
+            method = site.method if site.kind == "attention" else "-"
+            rows.append((site.name, site.kind, ratio, site.mask, site.reduce, method, site.save, share))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        plain, saved = sum(s.plain for s in self.sites), sum(s.saved for s in self.sites)
+        foot = f"{len(self.sites)} sites; saved for backward in these branches, weighted by channels: {saved / plain:.2f}x"
+        left = [f"left alone: {name}: {reason}" for name, reason in self.skipped]
+        return "\n".join([head, *lines, foot, *left])
+
+
+def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Block, list[Site]]]]:
+    """The plan, and the blocks with their sites.
+
+    Raises:
+        NoSiteError: if the model has no branch that keepgrad can reduce.
+        ConfigError: if a setting does not fit the model.
+    """
+    settings = config.settings()
+    found = find_blocks(model)
+    kinds = {kind for block in found for kind in block.kinds}
+    if not found:
+        raise NoSiteError(
+            f"{type(model).__name__} has no block that keepgrad knows. Known are timm's VisionTransformer and ConvNeXt; "
+            "for any position-wise module of your own use keepgrad.sbp(f, x, kept)"
+        )
+    _check_used(settings, kinds, type(model).__name__)
+    kinds -= {kind for kind, on in _switches(settings).items() if not on}
+    if not kinds:
+        raise ConfigError("attention='off' and mlp=False leave no branch to reduce; turn one of them on")
+
+    chosen = _chosen(found, settings)
+    ratio_of = _ratios(settings, kinds, chosen)
+    coarsest = max(block.stride for block in chosen)
+    entries: list[tuple[Block, list[Site]]] = []
+    skipped: list[tuple[str, str]] = []
+    for block in chosen:
+        sites = []
+        for kind in block.kinds:
+            if kind not in kinds:
+                continue
+            try:
+                ratio = ratio_of[kind][block.index]
+                sites.append(_site(block, kind, ratio, settings, coarsest // block.stride))
+            except Unsupported as reason:
+                skipped.append((f"{block.name}.{kind}", str(reason)))
+        if sites:
+            entries.append((block, sites))
+    if not entries:
+        name, reason = skipped[0]
+        raise NoSiteError(f"no branch of {type(model).__name__} can be reduced. {name}: {reason}")
+    sites = [site for _, group in entries for site in group]
+    return Plan(type(model).__name__, settings.preset, tuple(sites), tuple(skipped)), entries
+
+
+def _switches(settings: Settings) -> dict[str, bool]:
+    return {"attention": settings.attention != "off", "mlp": settings.mlp, "downsample": settings.downsample}
+
+
+def _check_used(settings: Settings, kinds: set[str], model: str) -> None:
+    """An option that this model cannot use is an error, if the user gave it."""
+    asked = {
+        "attention": "attention" in settings.given and settings.attention != "off",
+        "downsample": "downsample" in settings.given and settings.downsample,
+    }
+    if "keep_ratio" in settings.given and isinstance(settings.keep_ratio, dict):
+        asked["attention"] |= "attention" in settings.keep_ratio
+    for kind, is_asked in asked.items():
+        if is_asked and kind not in kinds:
+            raise ConfigError(f"{model} has no {kind} branch to set; leave that option out")
+
+
+def _chosen(found: list[Block], settings: Settings) -> list[Block]:
+    """The blocks that take part. A downsampling layer goes with the block behind it."""
+    blocks = [block for block in found if block.kinds != ("downsample",)]
+    for number, block in enumerate(blocks):
+        block.index = number
+    following = iter(found[1:])
+    for block in found:
+        after = next(following, None)
+        if block.kinds == ("downsample",) and after is not None:
+            block.index = after.index
+    if settings.layers == "paper":
+        indices = set()
+        for adapter in {block.adapter for block in blocks}:
+            indices |= adapter.paper_layers([block for block in blocks if block.adapter is adapter])
+    else:
+        indices = set(choose(settings.layers, [block.name for block in blocks]))
+    return [block for block in found if block.index in indices]
+
+
+def _ratios(settings: Settings, kinds: set[str], chosen: list[Block]) -> dict[str, dict[int, float]]:
+    """The keep-ratio of every kind of branch in every chosen block."""
+    indices = sorted({block.index for block in chosen})
+    table = {}
+    for kind in kinds:
+        values = ratios(settings.ratio_of(kind), settings.schedule, len(indices))
+        table[kind] = {index: check_number(value) for index, value in zip(indices, values, strict=True)}
+    return table
+
+
+def _site(block: Block, kind: str, ratio: float, settings: Settings, cell: int) -> Site:
+    branch, width = block.adapter.branch(block.module, kind)
+    method, save = settings.attention, settings.save_of(kind)
+    plain, saved = branch.saved_width(width, ratio, save, method)
+    return Site(
+        name=block.name,
+        kind=kind,
+        index=block.index,
+        keep_ratio=ratio,
+        mask=settings.mask,
+        reduce=settings.reduce or block.adapter.default_reduce,
+        method=method,
+        save=save,
+        cell=cell,
+        plain=plain,
+        saved=saved,
+    )
+
+
+def config_from(config: KeepConfig | None, options: dict[str, Any]) -> KeepConfig:
+    """A configuration from a KeepConfig or from keywords, not both."""
+    if config is None:
+        try:
+            return KeepConfig(**options)
+        except TypeError as error:
+            known = ", ".join(KeepConfig.__dataclass_fields__)
+            raise ConfigError(f"{error}; the options are {known}") from None
+    if not isinstance(config, KeepConfig):
+        raise ConfigError(f"config is a {type(config).__name__}; give a keepgrad.KeepConfig or keywords")
+    if options:
+        raise ConfigError(f"give either a KeepConfig or keywords ({', '.join(options)}), not both")
+    return config
+
+
+__all__ += ["KeepgradError", "config_from"]

@@ -1,0 +1,243 @@
+"""Which positions are kept, and what becomes of the rest.
+
+A mask is an order of the positions, cut into as many runs as there are slots. The members of a run form a group, and
+one of them is picked:
+
+- `grid`: the order follows bands of two rows, column by column, turning at the end of each band, so that neighbours in
+  the order are neighbours in the image: runs of 2 are vertical pairs, of 4 are 2x2 tiles, of 8 are 2x4 tiles. The
+  same member is picked in every group; pairs alternate, which makes the paper's checkerboard
+  `(row + col) % 2 == phase`. The phase is random.
+- `random`: a random order; the first member of each run is picked.
+- `block`: the kept positions are one contiguous piece of the grid order, beginning anywhere.
+
+`reduce` says what of the others. With K slots, groups of m and N positions:
+
+| reduce | gather (activations) | gather_grad (dy)     | give_back (dx)             | multiplicity |
+| ---    | ---                  | ---                  | ---                        | ---          |
+| drop   | picked               | picked               | to the picked              | 1            |
+| scaled | picked               | picked, times N / K  | to the picked              | 1            |
+| fold   | picked               | sum over the group   | to every member, times 1/m | m            |
+| pool   | mean over the group  | sum over the group   | to every member, times 1/m | m            |
+
+Shapes: rows are `[batch, positions, channels]`, slots `[batch, slots, channels]`. The number of slots depends on the
+keep-ratio and the grid alone, never on the random numbers. Prefix tokens (class, registers) are groups of one.
+
+All randomness of a mask comes from one 64-bit number, hashed with integer tensor operations: the same code
+runs in eager mode, under `torch.compile` and on every device, and consumes no random stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .errors import InputError
+
+__all__ = ["MASKS", "REDUCTIONS", "Grid", "Kept", "hashed", "kept_indices", "sample", "slot_count"]
+
+MASKS = ("grid", "random", "block")
+REDUCTIONS = ("drop", "scaled", "fold", "pool")
+
+
+class Grid(NamedTuple):
+    """The positions of a feature map: `prefix` tokens followed by `height * width` positions, row by row.
+
+    `cell` is the side of the square of positions that is kept or dropped as one (see `sample`).
+    """
+
+    height: int
+    width: int
+    prefix: int = 0
+    cell: int = 1
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The kept slots of a feature map of `positions` positions: how to gather, and how to give back.
+
+    Indices are into the flattened `[batch * positions]` rows where the name ends in `_flat`, else into the positions.
+    Group tensors are None for `drop` and `scaled`, which forget the other members.
+    """
+
+    reduce: str
+    positions: int
+    picked: Tensor  # [slots]
+    order_flat: Tensor | None = None  # [batch * positions], group after group
+    starts_flat: Tensor | None = None  # [batch * slots], where each group begins in order_flat
+    slot_of: Tensor | None = None  # [positions]
+    size: Tensor | None = None  # [slots], float32
+
+    @property
+    def slots(self) -> int:
+        return self.picked.shape[0]
+
+    def _group_sum(self, rows: Tensor) -> Tensor:
+        flat = rows.reshape(-1, rows.shape[-1])
+        if flat.shape[0] == 0:
+            return rows.new_zeros(rows.shape[0], self.slots, rows.shape[-1])
+        assert self.order_flat is not None
+        sums = F.embedding_bag(self.order_flat, flat, self.starts_flat, mode="sum")
+        return sums.view(rows.shape[0], self.slots, rows.shape[-1])
+
+    def _share(self, slots: Tensor) -> Tensor:
+        assert self.size is not None
+        return slots * self.size.reciprocal().to(slots.dtype).unsqueeze(-1)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The activations that stand for each slot."""
+        if self.reduce == "pool":
+            return self._share(self._group_sum(rows))
+        return rows.index_select(1, self.picked)
+
+    def gather_grad(self, grad: Tensor) -> Tensor:
+        """The output gradient of each slot."""
+        if self.size is not None:
+            return self._group_sum(grad)
+        slots = grad.index_select(1, self.picked)
+        return slots * (self.positions / self.slots) if self.reduce == "scaled" else slots
+
+    def give_back(self, slots: Tensor, onto: Tensor | None = None) -> Tensor:
+        """The input gradient of every position, added to `onto` where given; `onto` itself is not changed."""
+        if self.size is not None:
+            assert self.slot_of is not None
+            grad = self._share(slots).index_select(1, self.slot_of)
+            return grad if onto is None else grad.add_(onto)
+        if onto is None:
+            onto = slots.new_zeros(slots.shape[0], self.positions, slots.shape[-1])
+            return onto.index_copy_(1, self.picked, slots)
+        return onto.index_add(1, self.picked, slots)
+
+    @property
+    def key_bias(self) -> Tensor | None:
+        """What to add to the attention scores of each slot as a key: the logarithm of its multiplicity."""
+        return None if self.size is None else self.size.log()
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors of this object, in the order that `with_tensors` takes them."""
+        return (self.picked, self.order_flat, self.starts_flat, self.slot_of, self.size)
+
+    def with_tensors(self, tensors: tuple[Tensor | None, ...]) -> Kept:
+        """The same slots on other tensors, such as those unpacked in a backward pass."""
+        picked, order_flat, starts_flat, slot_of, size = tensors
+        assert picked is not None
+        return Kept(self.reduce, self.positions, picked, order_flat, starts_flat, slot_of, size)
+
+
+def slot_count(positions: int, keep_ratio: float) -> int:
+    """How many of `positions` are kept: the nearest whole number, at least one."""
+    return max(1, int(positions * keep_ratio + 0.5))
+
+
+def kept_indices(grid: Grid, keep_ratio: float, mask: str = "grid", seed: int = 0) -> Tensor:
+    """The kept positions of one draw, as a sorted index tensor for `keepgrad.sbp`."""
+    kept = sample(torch.tensor(seed), 1, grid, keep_ratio, mask, "drop")
+    picked = torch.arange(grid.prefix + grid.height * grid.width) if kept is None else kept.picked
+    return picked.sort().values
+
+
+def sample(step_seed: Tensor, batch: int, grid: Grid, keep_ratio: float, mask: str, reduce: str) -> Kept | None:
+    """Draw the slots of one feature map, on the device of `step_seed`; None where everything is kept.
+
+    Args:
+        step_seed: one 64-bit integer, without dimensions; the only source of randomness.
+        batch: the number of samples; all of them share the mask.
+        grid: the positions. With `grid.cell` > 1 and a reduction that forgets (drop, scaled), the mask is drawn on
+            the grid of cells and enlarged, so that it covers what the same draw keeps at the coarser stage; where
+            cells do not tile the map exactly, the mask is drawn on the positions themselves.
+        keep_ratio: the share of positions to keep, in (0, 1].
+        mask: one of `MASKS`.
+        reduce: one of `REDUCTIONS`.
+
+    Raises:
+        InputError: if the feature map is smaller than one group.
+    """
+    forgets = reduce in ("drop", "scaled")
+    cell = grid.cell
+    if cell > 1 and (not forgets or grid.height % cell or grid.width % cell):
+        cell = 1
+    height, width = grid.height // cell, grid.width // cell
+    count = height * width
+    group = int(1 / keep_ratio + 0.5)
+    if count < group:
+        raise InputError(
+            f"the mask keeps 1 of every {group} positions, but the feature map has only {height}x{width}; "
+            "use a larger input, a larger keep_ratio, or leave this layer out with layers=..."
+        )
+    slots = slot_count(count, keep_ratio)
+    if slots >= count:
+        return None
+    order, starts, picked = _grouping(step_seed, height, width, slots, mask)
+    if cell > 1:
+        picked = _enlarge(picked, width, cell)
+    prefix = torch.arange(grid.prefix, device=picked.device)
+    positions = grid.prefix + grid.height * grid.width
+    picked = torch.cat([prefix, picked + grid.prefix])
+    if forgets:
+        return Kept(reduce, positions, picked)
+    order = torch.cat([prefix, order + grid.prefix])
+    starts = torch.cat([prefix, starts + grid.prefix])
+    size = torch.diff(starts, append=starts.new_full((1,), positions))
+    rank = torch.arange(positions, device=order.device)
+    slot_in_order = torch.bucketize(rank, starts, right=True) - 1
+    slot_of = torch.empty_like(order).scatter_(0, order, slot_in_order)
+    shift = torch.arange(batch, device=order.device).unsqueeze(1) * positions
+    order_flat, starts_flat = (shift + order).flatten(), (shift + starts).flatten()
+    return Kept(reduce, positions, picked, order_flat, starts_flat, slot_of, size.float())
+
+
+def hashed(seed: Tensor, salt: int, count: int) -> Tensor:
+    """`count` hashed numbers in [0, 2**62), each a function of `seed`, `salt` and its index alone."""
+    index = torch.arange(count, device=seed.device) + (salt << 32)
+    return _mix(_mix(seed + index * -7046029254386353131)) & (2**62 - 1)
+
+
+def _mix(bits: Tensor) -> Tensor:
+    bits = (bits ^ ((bits >> 30) & (2**34 - 1))) * -4658895280553007687
+    bits = (bits ^ ((bits >> 27) & (2**37 - 1))) * -7723592293110705685
+    return bits ^ ((bits >> 31) & (2**33 - 1))
+
+
+def _grouping(seed: Tensor, height: int, width: int, slots: int, mask: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The order of the positions, where each group starts in it, and the picked position of each group."""
+    count = height * width
+    rank = torch.arange(count, device=seed.device)
+    starts = torch.arange(slots, device=seed.device) * count // slots
+    if mask == "random":
+        order = hashed(seed, 1, count).argsort()
+        return order, starts, order[starts]
+
+    row, col = rank // width, rank % width
+    band = row // 2
+    along = torch.where(band % 2 == 0, col, width - 1 - col)
+    order = (band * 2 * width + along * 2 + row % 2).argsort()
+    phase, shift = hashed(seed, 2, 2).unbind()
+    if mask == "block":
+        # Member j of group i is the (i + j * slots)-th position of the turned order.
+        order = order[(rank + shift) % count]
+        group, member = rank % slots, rank // slots
+        order = order[(group * count + member).argsort()]
+        larger = count % slots
+        index = torch.arange(slots, device=seed.device)
+        starts = index * (count // slots) + index.clamp(max=larger)
+        return order, starts, order[starts]
+
+    if count % slots:
+        # Groups of two sizes: turn the order, so that every position is as likely to be in a large group.
+        order = order[(rank + shift) % count]
+    size = torch.diff(starts, append=starts.new_full((1,), count))
+    first = order[starts]
+    alternate = first // width + first % width
+    member = (phase + torch.where(size == 2, alternate, 0)) % size
+    return order, starts, order[starts + member]
+
+
+def _enlarge(picked: Tensor, width: int, cell: int) -> Tensor:
+    """The positions of a map `cell` times as large that lie in the picked cells of a map of the given width."""
+    side = torch.arange(cell, device=picked.device)
+    row = (picked // width * cell).view(-1, 1, 1) + side.view(1, -1, 1)
+    col = (picked % width * cell).view(-1, 1, 1) + side.view(1, 1, -1)
+    return (row * (width * cell) + col).flatten()

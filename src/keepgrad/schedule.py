@@ -1,0 +1,91 @@
+"""How much is kept in each block, and which blocks take part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from .errors import ConfigError
+
+__all__ = ["SCHEDULES", "Layers", "Ratio", "choose", "parse_layers", "ratios"]
+
+SCHEDULES = ("uniform", "increasing", "decreasing")
+
+Ratio = float | Sequence[float] | Callable[[int, int], float]
+Layers = str | Sequence[int] | Callable[[str], bool]
+
+
+def ratios(keep_ratio: Ratio, schedule: str, blocks: int) -> list[float]:
+    """The keep-ratio of each of `blocks` blocks.
+
+    A schedule moves linearly around the mean `keep_ratio`, from half of it to one and a half times, or as far as
+    1 allows.
+
+    Raises:
+        ConfigError: if a list has another length than there are blocks.
+    """
+    if callable(keep_ratio):
+        return [float(keep_ratio(i, blocks)) for i in range(blocks)]
+    if isinstance(keep_ratio, Sequence):
+        if len(keep_ratio) != blocks:
+            raise ConfigError(f"keep_ratio lists {len(keep_ratio)} ratios, but {blocks} blocks are chosen; give one each")
+        return [float(r) for r in keep_ratio]
+    if schedule == "uniform" or blocks == 1:
+        return [float(keep_ratio)] * blocks
+    spread = min(keep_ratio / 2, 1 - keep_ratio)
+    rising = [keep_ratio + spread * (2 * i / (blocks - 1) - 1) for i in range(blocks)]
+    return rising if schedule == "increasing" else rising[::-1]
+
+
+def parse_layers(layers: Layers) -> tuple[str, Fraction] | None:
+    """The end ("first" or "last") and share that a string of that form names; None for every other choice.
+
+    Raises:
+        ConfigError: if the choice cannot be understood.
+    """
+    if callable(layers):
+        return None
+    if not isinstance(layers, str):
+        if not isinstance(layers, Sequence) or not all(isinstance(i, int) for i in layers):
+            raise ConfigError(f"layers={layers!r}: give 'all', 'first 2/3', 'last 2/3', block indices, or a function")
+        if not len(layers):
+            raise ConfigError("layers is empty: no block would be chosen; use layers='all' or name some")
+        return None
+    if layers in ("all", "paper"):
+        return None
+    end, _, share = layers.partition(" ")
+    try:
+        fraction = Fraction(share)
+    except (ValueError, ZeroDivisionError):
+        fraction = Fraction(0)
+    if end not in ("first", "last") or not 0 < fraction <= 1:
+        raise ConfigError(
+            f"layers={layers!r} is not understood; use 'all', 'paper', or a share in (0, 1] such as 'last 2/3'"
+        )
+    return end, fraction
+
+
+def choose(layers: Layers, names: Sequence[str]) -> list[int]:
+    """The indices of the chosen blocks, in order.
+
+    Raises:
+        ConfigError: if an index is out of range, or nothing is chosen.
+    """
+    blocks = len(names)
+    share = parse_layers(layers)
+    if share is not None:
+        end, fraction = share
+        count = max(1, round(blocks * fraction))
+        chosen = range(count) if end == "first" else range(blocks - count, blocks)
+    elif callable(layers):
+        chosen = [i for i, name in enumerate(names) if layers(name)]
+    elif isinstance(layers, str):
+        chosen = range(blocks)
+    else:
+        wrong = [i for i in layers if not -blocks <= i < blocks]
+        if wrong:
+            raise ConfigError(f"layers names block {wrong[0]}, but the model has blocks 0 to {blocks - 1}")
+        chosen = sorted({i % blocks for i in layers})
+    if not chosen:
+        raise ConfigError(f"layers chooses none of the {blocks} blocks, e.g. {names[0]!r}; choose at least one")
+    return list(chosen)
