@@ -69,7 +69,7 @@ class Kept:
     order_flat: Tensor | None = None  # [batch * positions], group after group
     starts_flat: Tensor | None = None  # [batch * slots], where each group begins in order_flat
     slot_of: Tensor | None = None  # [positions]
-    size: Tensor | None = None  # [slots], float32
+    size: Tensor | None = None  # [slots]
 
     @property
     def slots(self) -> int:
@@ -85,7 +85,7 @@ class Kept:
 
     def _share(self, slots: Tensor) -> Tensor:
         assert self.size is not None
-        return slots * self.size.reciprocal().to(slots.dtype).unsqueeze(-1)
+        return slots / self.size.to(slots.dtype).unsqueeze(-1)
 
     def gather(self, rows: Tensor) -> Tensor:
         """The activations that stand for each slot."""
@@ -111,20 +111,15 @@ class Kept:
             return onto.index_copy_(1, self.picked, slots)
         return onto.index_add(1, self.picked, slots)
 
-    @property
-    def key_bias(self) -> Tensor | None:
+    def key_bias(self, dtype: torch.dtype) -> Tensor | None:
         """What to add to the attention scores of each slot as a key: the logarithm of its multiplicity."""
-        return None if self.size is None else self.size.log()
+        if self.size is None:
+            return None
+        return self.size.to(torch.promote_types(dtype, torch.float32)).log().to(dtype)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors of this object, in the order that `with_tensors` takes them."""
+        """The tensors of this object, in the order of its fields."""
         return (self.picked, self.order_flat, self.starts_flat, self.slot_of, self.size)
-
-    def with_tensors(self, tensors: tuple[Tensor | None, ...]) -> Kept:
-        """The same slots on other tensors, such as those unpacked in a backward pass."""
-        picked, order_flat, starts_flat, slot_of, size = tensors
-        assert picked is not None
-        return Kept(self.reduce, self.positions, picked, order_flat, starts_flat, slot_of, size)
 
 
 def slot_count(positions: int, keep_ratio: float) -> int:
@@ -186,7 +181,7 @@ def sample(step_seed: Tensor, batch: int, grid: Grid, keep_ratio: float, mask: s
     slot_of = torch.empty_like(order).scatter_(0, order, slot_in_order)
     shift = torch.arange(batch, device=order.device).unsqueeze(1) * positions
     order_flat, starts_flat = (shift + order).flatten(), (shift + starts).flatten()
-    return Kept(reduce, positions, picked, order_flat, starts_flat, slot_of, size.float())
+    return Kept(reduce, positions, picked, order_flat, starts_flat, slot_of, size)
 
 
 def hashed(seed: Tensor, salt: int, count: int) -> Tensor:

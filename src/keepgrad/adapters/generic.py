@@ -8,25 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.stages import Link, Opaque, linear, noise, pointwise
+from ..ops.stages import Link, Opaque, Pointwise, linear, noise, pointwise
 from . import Unsupported
 
 __all__ = ["is_plain", "links_of", "norm", "weight_and_bias"]
 
-ACTIVATIONS = (
-    nn.GELU,
-    nn.SiLU,
-    nn.ReLU,
-    nn.ReLU6,
-    nn.LeakyReLU,
-    nn.ELU,
-    nn.Hardswish,
-    nn.Hardsigmoid,
-    nn.Mish,
-    nn.Sigmoid,
-    nn.Tanh,
-    nn.Softplus,
-)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -86,8 +72,8 @@ def links_of(module: nn.Module, layer_norms: Sequence[type[nn.Module]] = (nn.Lay
     known = norm(module, layer_norms)
     if known is not None:
         return [known]
-    if is_plain(module, *ACTIVATIONS) and not getattr(module, "inplace", False):
-        return [pointwise(module)]
+    if getattr(module, "inplace", False):
+        raise Unsupported(f"{type(module).__name__} works in place; build it with inplace=False")
     for inner in module.modules():
         if isinstance(inner, DROPOUTS) and inner.training and inner.p > 0:
             raise Unsupported(f"{type(module).__name__} draws dropout inside a module that keepgrad does not know")
@@ -95,10 +81,16 @@ def links_of(module: nn.Module, layer_norms: Sequence[type[nn.Module]] = (nn.Lay
 
 
 def opaque(module: nn.Module) -> Link:
-    """Any position-wise module on rows, redone in backward with its hooks and whatever else it does."""
-    names, tensors = zip(*module.named_parameters(), strict=True) if any(True for _ in module.parameters()) else ((), ())
+    """Any position-wise module on rows, redone in backward with its hooks and whatever else it does.
+
+    It counts as heavy if it has a matrix, else as cheap (a custom activation or norm).
+    """
+    named = dict(module.named_parameters())
+    if not named:
+        return pointwise(module)
+    names, tensors = tuple(named), tuple(named.values())
 
     def fn(x: Tensor, *tensors: Tensor) -> Tensor:
         return torch.func.functional_call(module, dict(zip(names, tensors, strict=True)), (x,))
 
-    return Opaque(fn), tuple(tensors)
+    return (Opaque if any(t.dim() > 1 for t in tensors) else Pointwise)(fn), tensors

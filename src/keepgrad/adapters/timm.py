@@ -13,7 +13,7 @@ from timm.models import vision_transformer as tv
 from torch import Tensor, nn
 
 from ..ops.branch import AttentionBranch, Branch
-from ..ops.stages import Link, Opaque, Pointwise, linear, noise, pointwise
+from ..ops.stages import Link, Linear, Pointwise, linear, noise, pointwise
 from . import Adapter, Block, RunBranch, Unsupported, generic
 
 __all__ = ["ADAPTERS"]
@@ -43,13 +43,13 @@ class _RmsNorm:
 def _rows_of_map(module: nn.Module) -> Link:
     """A position-wise module for maps `[batch, channels, height, width]`, on rows."""
     stage, tensors = generic.opaque(module)
-    assert isinstance(stage, Opaque)
+    assert isinstance(stage, Pointwise)
     fn = stage.fn
 
     def on_rows(x: Tensor, *tensors: Tensor) -> Tensor:
         return fn(x.transpose(1, 2).unsqueeze(-1), *tensors).squeeze(-1).transpose(1, 2)
 
-    return Opaque(on_rows), tensors
+    return Pointwise(on_rows), tensors
 
 
 def _tail(last: list[Link], dropout: nn.Module, scale: Tensor | None, drop_path: nn.Module) -> list[Link]:
@@ -58,18 +58,12 @@ def _tail(last: list[Link], dropout: nn.Module, scale: Tensor | None, drop_path:
     The scale joins the linear layer before it. Dropout lies between the two, but both are products.
     """
     if scale is not None:
-        if len(last) == 1 and generic_linear(last[0]):
+        if len(last) == 1 and isinstance(last[0][0], Linear):
             weight, bias = (*last[0][1], None)[:2]
             last = [linear((weight, bias), scale=scale)]  # type: ignore[arg-type]
         else:
             last = [*last, pointwise(torch.mul, scale)]
     return [*last, *generic.links_of(dropout), *_drop_path(drop_path)]
-
-
-def generic_linear(link: Link) -> bool:
-    from ..ops.stages import Linear
-
-    return isinstance(link[0], Linear)
 
 
 def _drop_path(module: nn.Module) -> list[Link]:

@@ -64,7 +64,7 @@ class SelfAttention(Stage):
         if self.k_norm:
             k = self.k_norm(k, *norms[q_count:])
         if key_bias is not None:
-            sdpa["attn_mask"] = key_bias.to(q.dtype).expand(1, 1, 1, -1)
+            sdpa["attn_mask"] = key_bias.expand(1, 1, 1, -1)
         out = F.scaled_dot_product_attention(q, k, v, **sdpa)  # type: ignore[arg-type]
         return out.transpose(1, 2).flatten(2)
 
@@ -126,7 +126,7 @@ class SelfAttention(Stage):
     ) -> tuple[Tensor, Pull]:
         projection, norms = self.split_tensors(tensors)
         projection_needs, norm_needs = self.split_tensors(needs)
-        key_bias = None if kept is None else kept.key_bias
+        key_bias = None if kept is None else kept.key_bias(qkv.dtype)
 
         def core(qkv: Tensor, *norms: Tensor) -> Tensor:
             return self.core(self.split_heads(qkv), norms, key_bias)

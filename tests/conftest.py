@@ -1,0 +1,90 @@
+"""What several test files use: small models, gradients, and masks written out."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import timm
+import torch
+
+from keepgrad.ops.oracle import Matrices, matrices
+from keepgrad.sampling import Grid, Kept, sample
+
+torch.set_num_threads(2)
+
+
+def vit(**kwargs):
+    """A ViT of 2 blocks, 4x4 patches and a class token."""
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
+    torch.manual_seed(0)
+    model = timm.models.vision_transformer.VisionTransformer(**{**options, **kwargs})
+    return spread(model).train()
+
+
+def convnext(**kwargs):
+    """A ConvNeXt of 5 blocks in 4 stages of 16x16 to 2x2 positions, for images of 64 pixels."""
+    options = {"depths": (1, 1, 2, 1), "dims": (8, 12, 16, 20), "num_classes": 5, "ls_init_value": 0.5}
+    torch.manual_seed(0)
+    model = timm.models.convnext.ConvNeXt(**{**options, **kwargs})
+    return spread(model).train()
+
+
+def spread(model):
+    """Parameters of ordinary size, so that no term of a gradient is too small to be seen."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() < 2:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            else:
+                parameter.normal_(std=parameter[0].numel() ** -0.5)
+    return model
+
+
+def images(size=32, batch=2, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, 3, size, size, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def grads(model, x, seed=None, weight=None):
+    """Output and parameter gradients of one training step."""
+    model.zero_grad()
+    if seed is not None:
+        torch.manual_seed(seed)
+    y = model(x)
+    (y.float() if y.dtype in (torch.bfloat16, torch.float16) else y).square().sum().backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return y.detach(), found
+
+
+def assert_same(a: dict, b: dict, **tolerance):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], **tolerance, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def groups_of(kept: Kept) -> list[list[int]]:
+    """The members of each slot."""
+    if kept.slot_of is None:
+        return [[int(p)] for p in kept.picked]
+    return [(kept.slot_of == slot).nonzero().squeeze(1).tolist() for slot in range(kept.slots)]
+
+
+def draw(seed: int, grid: Grid, ratio: float, mask: str, reduce: str, batch: int = 2) -> Kept | None:
+    return sample(torch.tensor(seed), batch, grid, ratio, mask, reduce)
+
+
+def written_out(seed: int, grid: Grid, ratio: float, mask: str, reduce: str) -> Matrices:
+    """The matrices of the mask that a model with `seed` draws in its first step."""
+    kept = draw(seed, grid, ratio, mask, reduce)
+    positions = grid.prefix + grid.height * grid.width
+    if kept is None:
+        every = list(range(positions))
+        return matrices([[p] for p in every], every, positions, "drop")
+    return matrices(groups_of(kept), kept.picked.tolist(), positions, reduce)
+
+
+@pytest.fixture
+def twin():
+    """A deep copy of a model, to compare with."""
+    return copy.deepcopy
