@@ -23,7 +23,6 @@ def oracle_vit(model, x, ratios, mask, reduce, method, save):
     x = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x))))
     for block in model.blocks:
         attn, heads = block.attn, block.attn.num_heads
-        everything = written_out(SEED, grid, 1.0, mask, "drop")
         reduction = written_out(SEED, grid, attention_ratio, mask, "drop" if reduce == "scaled" else reduce)
         width = attn.qkv.out_features // 3
 
@@ -37,7 +36,10 @@ def oracle_vit(model, x, ratios, mask, reduce, method, save):
 
         tail = [Piece(attn.norm), Piece(lambda r, attn=attn, block=block: block.ls1(attn.proj(r)))]
         if method == "qkv":
-            slots = lambda r, normed=normed, heads=heads, size=reduction.size: attend(*normed(r), heads, size)
+
+            def slots(r, normed=normed, heads=heads, size=reduction.size):
+                return attend(*normed(r), heads, size)
+
             exact_redo = attention_ratio == 1
             pieces = [
                 Piece(block.norm1),
@@ -51,7 +53,6 @@ def oracle_vit(model, x, ratios, mask, reduce, method, save):
             weight, bias = attn.qkv.weight, attn.qkv.bias
             q = F.linear(reduction.slots(n), weight[:width], bias[:width])
             kv = F.linear(n, weight[width:], bias[width:])
-            value_q, *_ = normed(attn.qkv(n))
             q_slots = attn.q_norm(q.unflatten(-1, (heads, -1))).flatten(-2)
             k = attn.k_norm(kv[..., :width].unflatten(-1, (heads, -1))).flatten(-2)
             out = attend(q_slots, k, kv[..., width:], heads)
@@ -75,7 +76,6 @@ def oracle_vit(model, x, ratios, mask, reduce, method, save):
         reduction = written_out(SEED, grid, mlp_ratio, mask, reduce)
         pieces = [Piece(block.norm2), *mlp_pieces(mlp, heavy), Piece(lambda r, b=block: b.ls2(b.mlp.fc2(r)))]
         x = x + reduced_branch(pieces, x, reduction)
-        assert everything.size.sum() == x.shape[1]
     return model.forward_head(model.norm(x))
 
 

@@ -119,7 +119,7 @@ def test_every_dtype_and_an_empty_batch(dtype):
 
 
 def test_a_map_smaller_than_a_group_is_an_error_that_says_what_to_do():
-    with pytest.raises(InputError, match="1 of every 4 positions.*only 1x3.*larger keep_ratio"):
+    with pytest.raises(InputError, match=r"1 of every 4 positions.*only 1x3.*larger keep_ratio"):
         draw(0, Grid(1, 3), 0.25, "grid", "fold")
 
 

@@ -1,8 +1,7 @@
 """keepgrad: train PyTorch models in less memory and less time by stochastic backpropagation.
 
-    plan = keepgrad.apply(model, keep_ratio=0.5)   # in place; print(plan) shows what it does
-    with keepgrad.exact(model): ...                # full backprop for a while
-    keepgrad.remove(model)                         # the model is as it was
+`keepgrad.apply(model, keep_ratio=0.5)` patches a model in place, `print(keepgrad.plan(model, ...))` shows what that
+would do, `with keepgrad.exact(model):` is full backprop for a while, and `keepgrad.remove(model)` takes it off again.
 """
 
 from .config import KeepConfig

@@ -11,7 +11,7 @@ __all__ = ["saved_bytes"]
 
 
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
-    """The bytes autograd saves for backward while `forward` runs, each storage once, parameters and buffers excluded."""
+    """The bytes saved for backward while `forward` runs: each storage once, parameters and buffers excluded."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     storages: dict[int, int] = {}
     held = []  # keeps every storage alive, so that no address is used twice

@@ -59,8 +59,8 @@ def apply(model: nn.Module, config: KeepConfig | None = None, **options: Any) ->
     result, entries = make_plan(model, config)
     shared = _Shared(config.seed)
     for block, sites in entries:
-        _install(block.module, _BlockForward(block, sites, shared, _own(block.module)))
-    _install(model, _RootForward(model, shared, _own(model)))
+        block.module.forward = _BlockForward(block, sites, shared)
+    model.forward = _RootForward(model, shared)
     return result
 
 
@@ -74,12 +74,13 @@ def remove(model: nn.Module) -> None:
     if not patches:
         raise NotAppliedError(f"this {type(model).__name__} is not patched; there is nothing to remove")
     for module, patch in patches:
-        while isinstance(patch, _Patch):
-            patch = patch.previous
-        if patch is None:
+        previous: Any = patch
+        while isinstance(previous, _Patch):
+            previous = previous.previous
+        if previous is None:
             del module.forward
         else:
-            _install(module, patch)
+            module.forward = previous
 
 
 @contextmanager
@@ -105,10 +106,10 @@ def exact(model: nn.Module) -> Iterator[None]:
 class _Patch:
     """A `forward` that keepgrad put on a module. `previous` is one that was there before, if not the class's own."""
 
-    def __init__(self, module: nn.Module, shared: _Shared, previous: Callable[..., Any] | None) -> None:
+    def __init__(self, module: nn.Module, shared: _Shared) -> None:
         self.module = module
         self.shared = shared
-        self.previous = previous
+        self.previous: Callable[..., Any] | None = vars(module).get("forward")
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
         if self.previous is not None:
@@ -121,14 +122,6 @@ def _patches(model: nn.Module) -> Iterator[tuple[nn.Module, _Patch]]:
         patch = vars(module).get("forward")
         if isinstance(patch, _Patch):
             yield module, patch
-
-
-def _own(module: nn.Module) -> Callable[..., Any] | None:
-    return vars(module).get("forward")
-
-
-def _install(module: nn.Module, forward: Callable[..., Any]) -> None:
-    module.forward = forward  # type: ignore[method-assign]
 
 
 class _Draw:
@@ -221,10 +214,8 @@ class _RootForward(_Patch):
 class _BlockForward(_Patch):
     """The forward of a block whose branches are sites."""
 
-    def __init__(
-        self, block: Block, sites: list[Site], shared: _Shared, previous: Callable[..., Any] | None
-    ) -> None:
-        super().__init__(block.module, shared, previous)
+    def __init__(self, block: Block, sites: list[Site], shared: _Shared) -> None:
+        super().__init__(block.module, shared)
         self.block = block
         self.sites = {site.kind: site for site in sites}
 
@@ -247,7 +238,7 @@ class _BlockForward(_Patch):
         if site is None:
             return own(x)
         try:
-            branch, _ = self.block.adapter.branch(self.module, kind, **options)
+            branch = self.block.adapter.branch(self.module, kind, **options)
         except Unsupported:
             # The block was changed after `apply` into something that has no site.
             return own(x)

@@ -10,10 +10,10 @@ from torch import nn
 
 from .adapters import Block, Unsupported, find_blocks
 from .config import KeepConfig, Settings, check_number
-from .errors import ConfigError, KeepgradError, NoSiteError
+from .errors import ConfigError, NoSiteError
 from .schedule import choose, ratios
 
-__all__ = ["Plan", "Site", "make_plan"]
+__all__ = ["Plan", "Site", "config_from", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Plan:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         plain, saved = sum(s.plain for s in self.sites), sum(s.saved for s in self.sites)
-        foot = f"{len(self.sites)} sites; saved for backward in these branches, weighted by channels: {saved / plain:.2f}x"
+        foot = f"{len(self.sites)} sites; saved in these branches, channels a position: {saved / plain:.2f}x"
         left = [f"left alone: {name}: {reason}" for name, reason in self.skipped]
         return "\n".join([head, *lines, foot, *left])
 
@@ -80,7 +80,8 @@ def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Bl
     kinds = {kind for block in found for kind in block.kinds}
     if not found:
         raise NoSiteError(
-            f"{type(model).__name__} has no block that keepgrad knows. Known are timm's VisionTransformer and ConvNeXt; "
+            f"{type(model).__name__} has no block that keepgrad knows. "
+            "Known are timm's VisionTransformer and ConvNeXt; "
             "for any position-wise module of your own use keepgrad.sbp(f, x, kept)"
         )
     _check_used(settings, kinds, type(model).__name__)
@@ -101,8 +102,8 @@ def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Bl
             try:
                 ratio = ratio_of[kind][block.index]
                 sites.append(_site(block, kind, ratio, settings, coarsest // block.stride))
-            except Unsupported as reason:
-                skipped.append((f"{block.name}.{kind}", str(reason)))
+            except Unsupported as why:
+                skipped.append((f"{block.name}.{kind}", str(why)))
         if sites:
             entries.append((block, sites))
     if not entries:
@@ -159,9 +160,9 @@ def _ratios(settings: Settings, kinds: set[str], chosen: list[Block]) -> dict[st
 
 
 def _site(block: Block, kind: str, ratio: float, settings: Settings, cell: int) -> Site:
-    branch, width = block.adapter.branch(block.module, kind)
+    branch = block.adapter.branch(block.module, kind)
     method, save = settings.attention, settings.save_of(kind)
-    plain, saved = branch.saved_width(width, ratio, save, method)
+    plain, saved = branch.saved_width(ratio, save, method)
     return Site(
         name=block.name,
         kind=kind,
@@ -190,6 +191,3 @@ def config_from(config: KeepConfig | None, options: dict[str, Any]) -> KeepConfi
     if options:
         raise ConfigError(f"give either a KeepConfig or keywords ({', '.join(options)}), not both")
     return config
-
-
-__all__ += ["KeepgradError", "config_from"]

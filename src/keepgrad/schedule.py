@@ -28,7 +28,7 @@ def ratios(keep_ratio: Ratio, schedule: str, blocks: int) -> list[float]:
         return [float(keep_ratio(i, blocks)) for i in range(blocks)]
     if isinstance(keep_ratio, Sequence):
         if len(keep_ratio) != blocks:
-            raise ConfigError(f"keep_ratio lists {len(keep_ratio)} ratios, but {blocks} blocks are chosen; give one each")
+            raise ConfigError(f"keep_ratio lists {len(keep_ratio)} ratios, but {blocks} blocks are chosen: one each")
         return [float(r) for r in keep_ratio]
     if schedule == "uniform" or blocks == 1:
         return [float(keep_ratio)] * blocks
@@ -76,11 +76,11 @@ def choose(layers: Layers, names: Sequence[str]) -> list[int]:
     if share is not None:
         end, fraction = share
         count = max(1, round(blocks * fraction))
-        chosen = range(count) if end == "first" else range(blocks - count, blocks)
+        chosen = list(range(count) if end == "first" else range(blocks - count, blocks))
     elif callable(layers):
         chosen = [i for i, name in enumerate(names) if layers(name)]
     elif isinstance(layers, str):
-        chosen = range(blocks)
+        chosen = list(range(blocks))
     else:
         wrong = [i for i in layers if not -blocks <= i < blocks]
         if wrong:
@@ -88,4 +88,4 @@ def choose(layers: Layers, names: Sequence[str]) -> list[int]:
         chosen = sorted({i % blocks for i in layers})
     if not chosen:
         raise ConfigError(f"layers chooses none of the {blocks} blocks, e.g. {names[0]!r}; choose at least one")
-    return list(chosen)
+    return chosen

@@ -21,7 +21,7 @@ from ..ops.branch import Branch
 __all__ = ["Adapter", "Block", "RunBranch", "Unsupported", "find_blocks"]
 
 
-class Unsupported(Exception):
+class Unsupported(Exception):  # noqa: N818
     """A branch that cannot be reduced; the message is the reason."""
 
 
@@ -48,12 +48,12 @@ class Adapter(Protocol):
     default_reduce: str
 
     @staticmethod
-    def find(model: nn.Module, prefix: str) -> list[Block]:
+    def find(model: nn.Module) -> list[Block]:
         """The blocks of this kind in `model`."""
 
     @staticmethod
-    def branch(module: nn.Module, kind: str, **options: Any) -> tuple[Branch, int]:
-        """The branch and the number of channels of its input. Raises Unsupported with the reason."""
+    def branch(module: Any, kind: str, **options: Any) -> Branch:
+        """The branch as it is now. Raises Unsupported with the reason."""
 
     @staticmethod
     def forward(block: Block, run: RunBranch, *args: Any, **kwargs: Any) -> Tensor:
@@ -89,6 +89,6 @@ def find_blocks(model: nn.Module) -> list[Block]:
         from . import timm
 
         adapters += timm.ADAPTERS
-    blocks = [block for adapter in adapters for block in adapter.find(model, "")]
+    blocks = [block for adapter in adapters for block in adapter.find(model)]
     order = {id(module): i for i, module in enumerate(model.modules())}
     return sorted(blocks, key=lambda block: order[id(block.module)])

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.stages import Link, Opaque, Pointwise, linear, noise, pointwise
 from . import Unsupported
 
-__all__ = ["is_plain", "links_of", "norm", "weight_and_bias"]
+__all__ = ["callable_of", "is_plain", "links_of", "opaque", "weight_and_bias"]
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -29,34 +29,18 @@ def is_plain(module: nn.Module, *classes: type[nn.Module]) -> bool:
     return not any(hooks)
 
 
-def weight_and_bias(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+def weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None] | None:
     """Weight `[out, in]` and bias of a linear layer or of a 1x1 convolution; None for every other module."""
     if is_plain(module, nn.Linear):
-        return module.weight, module.bias  # type: ignore[return-value]
-    if is_plain(module, nn.Conv2d) and isinstance(module, nn.Conv2d):
+        return module.weight, module.bias
+    if is_plain(module, nn.Conv2d):
         pointwise = module.kernel_size == (1, 1) and module.stride == (1, 1) and module.groups == 1
         if pointwise and module.padding == (0, 0):
             return module.weight.flatten(1), module.bias
     return None
 
 
-def norm(module: nn.Module, layer_norms: Sequence[type[nn.Module]] = (nn.LayerNorm,)) -> Link | None:
-    """A norm over the last dimension as a stage; None if the module is no such norm."""
-    if is_plain(module, *layer_norms):
-        shape, eps = module.normalized_shape, module.eps
-        return pointwise(_LayerNorm(tuple(shape), eps), module.weight, module.bias)  # type: ignore[arg-type]
-    return None
-
-
-class _LayerNorm:
-    def __init__(self, shape: tuple[int, ...], eps: float) -> None:
-        self.shape, self.eps = shape, eps
-
-    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return F.layer_norm(x, self.shape, weight, bias, self.eps)
-
-
-def links_of(module: nn.Module, layer_norms: Sequence[type[nn.Module]] = (nn.LayerNorm,)) -> list[Link]:
+def links_of(module: Any) -> list[Link]:
     """A position-wise module as stages.
 
     Raises:
@@ -65,19 +49,21 @@ def links_of(module: nn.Module, layer_norms: Sequence[type[nn.Module]] = (nn.Lay
     if is_plain(module, nn.Identity):
         return []
     if is_plain(module, *DROPOUTS):
-        return [noise(module)] if module.training and module.p > 0 else []  # type: ignore[operator]
+        return [noise(module)] if module.training and module.p > 0 else []
     layer = weight_and_bias(module)
     if layer is not None:
         return [linear(layer)]
-    known = norm(module, layer_norms)
-    if known is not None:
-        return [known]
     if getattr(module, "inplace", False):
         raise Unsupported(f"{type(module).__name__} works in place; build it with inplace=False")
     for inner in module.modules():
         if isinstance(inner, DROPOUTS) and inner.training and inner.p > 0:
             raise Unsupported(f"{type(module).__name__} draws dropout inside a module that keepgrad does not know")
     return [opaque(module)]
+
+
+def callable_of(module: nn.Module) -> Callable[..., Tensor]:
+    """The module as a function: its bare forward if calling it does nothing else."""
+    return module.forward if is_plain(module, type(module)) else module
 
 
 def opaque(module: nn.Module) -> Link:
@@ -87,10 +73,13 @@ def opaque(module: nn.Module) -> Link:
     """
     named = dict(module.named_parameters())
     if not named:
-        return pointwise(module)
+        return pointwise(callable_of(module))
     names, tensors = tuple(named), tuple(named.values())
 
     def fn(x: Tensor, *tensors: Tensor) -> Tensor:
         return torch.func.functional_call(module, dict(zip(names, tensors, strict=True)), (x,))
 
-    return (Opaque if any(t.dim() > 1 for t in tensors) else Pointwise)(fn), tensors
+    if all(t.dim() < 2 for t in tensors):
+        return Pointwise(fn), tensors
+    features = getattr(module, "out_features", None)
+    return Opaque(fn, None if features is None else lambda _: features), tensors

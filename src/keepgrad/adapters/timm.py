@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from timm.models import vision_transformer as tv
 from torch import Tensor, nn
 
 from ..ops.branch import AttentionBranch, Branch
-from ..ops.stages import Link, Linear, Pointwise, linear, noise, pointwise
+from ..ops.stages import Linear, Link, Pointwise, linear, noise, pointwise
 from . import Adapter, Block, RunBranch, Unsupported, generic
 
 __all__ = ["ADAPTERS"]
@@ -21,26 +22,30 @@ __all__ = ["ADAPTERS"]
 LAYER_NORMS = (nn.LayerNorm, tl.LayerNorm, tl.LayerNorm2d)
 
 
-def _norm(module: nn.Module) -> list[Link]:
+def _norm(module: Any) -> list[Link]:
     """A norm over channels, on rows. The two-dimensional kinds only differ in where they look for the channels."""
-    if getattr(module, "_fast_norm", False):
-        return [_rows_of_map(module)] if isinstance(module, (tl.LayerNorm2d, tl.RmsNorm2d)) else [generic.opaque(module)]
-    if generic.is_plain(module, tl.RmsNorm, tl.RmsNorm2d):
-        return [pointwise(_RmsNorm(tuple(module.normalized_shape), module.eps), module.weight)]  # type: ignore[arg-type]
-    if type(module).__name__.endswith("2d") and not generic.is_plain(module, *LAYER_NORMS):
+    if not getattr(module, "_fast_norm", False):
+        if generic.is_plain(module, *LAYER_NORMS):
+            norm = _Norm(F.layer_norm, tuple(module.normalized_shape), module.eps)
+            return [pointwise(norm, module.weight, module.bias)]
+        if generic.is_plain(module, tl.RmsNorm, tl.RmsNorm2d):
+            return [pointwise(_Norm(F.rms_norm, tuple(module.normalized_shape), module.eps), module.weight)]
+    if type(module).__name__.endswith("2d"):
         return [_rows_of_map(module)]
-    return generic.links_of(module, LAYER_NORMS)
+    return generic.links_of(module)
 
 
-class _RmsNorm:
-    def __init__(self, shape: tuple[int, ...], eps: float) -> None:
-        self.shape, self.eps = shape, eps
+@dataclass(frozen=True)
+class _Norm:
+    fn: Callable[..., Tensor]
+    shape: tuple[int, ...]
+    eps: float
 
-    def __call__(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return F.rms_norm(x, self.shape, weight, self.eps)
+    def __call__(self, x: Tensor, *affine: Tensor | None) -> Tensor:
+        return self.fn(x, self.shape, *affine, self.eps)
 
 
-def _rows_of_map(module: nn.Module) -> Link:
+def _rows_of_map(module: Any) -> Link:
     """A position-wise module for maps `[batch, channels, height, width]`, on rows."""
     stage, tensors = generic.opaque(module)
     assert isinstance(stage, Pointwise)
@@ -59,14 +64,14 @@ def _tail(last: list[Link], dropout: nn.Module, scale: Tensor | None, drop_path:
     """
     if scale is not None:
         if len(last) == 1 and isinstance(last[0][0], Linear):
-            weight, bias = (*last[0][1], None)[:2]
-            last = [linear((weight, bias), scale=scale)]  # type: ignore[arg-type]
+            weight, *bias = last[0][1]
+            last = [linear((weight, bias[0] if bias else None), scale=scale)]
         else:
             last = [*last, pointwise(torch.mul, scale)]
     return [*last, *generic.links_of(dropout), *_drop_path(drop_path)]
 
 
-def _drop_path(module: nn.Module) -> list[Link]:
+def _drop_path(module: Any) -> list[Link]:
     if generic.is_plain(module, nn.Identity):
         return []
     if not generic.is_plain(module, tl.DropPath):
@@ -74,41 +79,42 @@ def _drop_path(module: nn.Module) -> list[Link]:
     return [noise(module, per_sample=True)] if module.training and module.drop_prob else []
 
 
-def _scale(module: nn.Module) -> Tensor | None:
+def _scale(module: Any) -> Tensor | None:
     if generic.is_plain(module, nn.Identity):
         return None
     if not generic.is_plain(module, tl.LayerScale):
         raise Unsupported(f"{type(module).__name__} is not timm's LayerScale")
-    return module.gamma  # type: ignore[return-value]
+    return module.gamma
 
 
 def _gate(act: nn.Module, act_first: bool) -> Pointwise:
     """Two halves of the channels, one of them through the activation, multiplied."""
+    activate = generic.callable_of(act)
 
     def fn(x: Tensor) -> Tensor:
         a, b = x.chunk(2, dim=-1)
-        return act(a) * b if act_first else a * act(b)
+        return activate(a) * b if act_first else a * activate(b)
 
     return Pointwise(fn, lambda width: width // 2)
 
 
-def _mlp(mlp: nn.Module) -> tuple[list[Link], list[Link], nn.Module]:
+def _mlp(mlp: Any) -> tuple[list[Link], list[Link], nn.Module]:
     """An MLP up to its last layer, that layer, and the dropout behind it."""
     if generic.is_plain(mlp, tl.Mlp):
-        hidden = [*generic.links_of(mlp.fc1), *generic.links_of(mlp.act)]  # type: ignore[arg-type]
+        hidden = [*generic.links_of(mlp.fc1), *generic.links_of(mlp.act)]
     elif generic.is_plain(mlp, tl.GluMlp):
-        hidden = [*generic.links_of(mlp.fc1), (_gate(mlp.act, not mlp.gate_last), ())]  # type: ignore[arg-type]
+        hidden = [*generic.links_of(mlp.fc1), (_gate(mlp.act, not mlp.gate_last), ())]
     elif generic.is_plain(mlp, tl.SwiGLU):
-        pair = generic.weight_and_bias(mlp.fc1_g), generic.weight_and_bias(mlp.fc1_x)  # type: ignore[arg-type]
+        pair = generic.weight_and_bias(mlp.fc1_g), generic.weight_and_bias(mlp.fc1_x)
         if pair[0] is None or pair[1] is None:
             raise Unsupported("the two input layers of SwiGLU are not plain linear layers")
-        hidden = [linear(pair[0], pair[1]), (_gate(mlp.act, True), ())]  # type: ignore[arg-type]
+        hidden = [linear(pair[0], pair[1]), (_gate(mlp.act, True), ())]
     elif isinstance(mlp, tl.GlobalResponseNormMlp):
         raise Unsupported("global response norm (ConvNeXt V2) mixes positions, so it cannot be reduced to some of them")
     else:
         raise Unsupported(f"{type(mlp).__name__} is not known to be position-wise, or has hooks")
-    hidden += [*generic.links_of(mlp.drop1), *_norm(mlp.norm)]  # type: ignore[arg-type]
-    return hidden, generic.links_of(mlp.fc2), mlp.drop2  # type: ignore[arg-type, return-value]
+    hidden += [*generic.links_of(mlp.drop1), *_norm(mlp.norm)]
+    return hidden, generic.links_of(mlp.fc2), mlp.drop2
 
 
 class VisionTransformerBlock(Adapter):
@@ -118,15 +124,15 @@ class VisionTransformerBlock(Adapter):
     default_reduce = "fold"
 
     @staticmethod
-    def find(model: nn.Module, prefix: str) -> list[Block]:
+    def find(model: nn.Module) -> list[Block]:
         owners = {
             id(block): module
             for module in model.modules()
             if isinstance(module, tv.VisionTransformer)
             for block in module.blocks
         }
-        found = []
-        for name, module in model.named_modules(prefix=prefix):
+        found: list[Block] = []
+        for name, module in model.named_modules():
             if type(module).forward is tv.Block.forward:
                 owner = owners.get(id(module))
                 block = Block(name, module, VisionTransformerBlock, ("attention", "mlp"), len(found), owner=owner)
@@ -134,38 +140,33 @@ class VisionTransformerBlock(Adapter):
         return found
 
     @staticmethod
-    def branch(
-        block: nn.Module, kind: str, attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> tuple[Branch, int]:
+    def branch(module: Any, kind: str, **options: Any) -> Branch:
         if kind == "mlp":
-            hidden, last, dropout = _mlp(block.mlp)  # type: ignore[arg-type]
-            links = [*_norm(block.norm2), *hidden, *_tail(last, dropout, _scale(block.ls2), block.drop_path2)]  # type: ignore[arg-type]
-            return Branch(links), block.norm2.weight.shape[0]  # type: ignore[union-attr, return-value]
-        attn: Any = block.attn
+            hidden, last, dropout = _mlp(module.mlp)
+            tail = _tail(last, dropout, _scale(module.ls2), module.drop_path2)
+            return Branch([*_norm(module.norm2), *hidden, *tail])
+        attn = module.attn
         if not generic.is_plain(attn, tl.Attention):
             raise Unsupported(f"{type(attn).__name__} is not timm's Attention, or has hooks")
         if getattr(attn, "gate", None) is not None:
             raise Unsupported("gated attention has a second path from its input")
         (projection,) = generic.links_of(attn.qkv)
-        last = [*_norm(attn.norm)] if hasattr(attn, "norm") else []
-        tail = _tail(generic.links_of(attn.proj), attn.proj_drop, _scale(block.ls1), block.drop_path1)  # type: ignore[arg-type]
-        q_norm, k_norm = (next(iter(_norm(module)), None) for module in (attn.q_norm, attn.k_norm))
-        branch = AttentionBranch(
+        tail = _tail(generic.links_of(attn.proj), attn.proj_drop, _scale(module.ls1), module.drop_path1)
+        q_norm, k_norm = (next(iter(_norm(norm)), None) for norm in (attn.q_norm, attn.k_norm))
+        return AttentionBranch(
             links=(),
-            before=_norm(block.norm1),  # type: ignore[arg-type]
+            before=_norm(module.norm1),
             heads=attn.num_heads,
             projection=projection,
-            after=[*last, *tail],
+            after=[*(_norm(attn.norm) if hasattr(attn, "norm") else []), *tail],
             q_norm=q_norm,
             k_norm=k_norm,
             dropout=attn.attn_drop.p if attn.training else 0.0,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
+            **options,
         )
-        return branch, attn.qkv.in_features
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         block: Block, run: RunBranch, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         module: Any = block.module
@@ -182,16 +183,16 @@ class VisionTransformerBlock(Adapter):
         return run("mlp", x, grid, prefix, mlp, residual=x)
 
     @staticmethod
-    def _grid(owner: nn.Module | None, tokens: int) -> tuple[tuple[int, int], int]:
+    def _grid(owner: Any, tokens: int) -> tuple[tuple[int, int], int]:
         """Height and width of the patches, and the prefix tokens before them.
 
         Where the number of tokens is not that of the model's own grid (another image size, patch dropout), a grid of
         the same aspect is taken if there is one, else a single row.
         """
-        prefix = 0 if owner is None else int(owner.num_prefix_tokens)  # type: ignore[arg-type]
+        prefix = 0 if owner is None else int(owner.num_prefix_tokens)
         count = tokens - prefix
         if owner is not None:
-            height, width = owner.patch_embed.grid_size  # type: ignore[union-attr, misc]
+            height, width = owner.patch_embed.grid_size
             if height * width == count:
                 return (height, width), prefix
             scale = (count / (height * width)) ** 0.5
@@ -217,15 +218,15 @@ class ConvNeXtBlock(Adapter):
     default_reduce = "pool"
 
     @staticmethod
-    def find(model: nn.Module, prefix: str) -> list[Block]:
+    def find(model: nn.Module) -> list[Block]:
         found: list[Block] = []
         index, stage, stride = 0, -1, 1
-        for name, module in model.named_modules(prefix=prefix):
+        for name, module in model.named_modules():
             if isinstance(module, tc.ConvNeXtStage):
                 stage += 1
                 if isinstance(module.downsample, nn.Sequential):
-                    down = module.downsample[1].stride[0]
-                    stride *= down if stage else 1
+                    conv: Any = module.downsample[1]
+                    stride *= conv.stride[0] if stage else 1
                     if len(module.blocks):
                         found.append(
                             Block(
@@ -244,13 +245,13 @@ class ConvNeXtBlock(Adapter):
         return found
 
     @staticmethod
-    def branch(block: nn.Module, kind: str, **options: Any) -> tuple[Branch, int]:
-        hidden, last, dropout = _mlp(block.mlp)  # type: ignore[arg-type]
-        tail = _tail(last, dropout, block.gamma, block.drop_path)  # type: ignore[arg-type]
-        return Branch([*_norm(block.norm), *hidden, *tail]), block.conv_dw.out_channels  # type: ignore[arg-type, return-value, union-attr]
+    def branch(module: Any, kind: str, **options: Any) -> Branch:
+        hidden, last, dropout = _mlp(module.mlp)
+        tail = _tail(last, dropout, module.gamma, module.drop_path)
+        return Branch([*_norm(module.norm), *hidden, *tail])
 
     @staticmethod
-    def forward(block: Block, run: RunBranch, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(block: Block, run: RunBranch, x: Tensor) -> Tensor:
         module: Any = block.module
         mixed = module.conv_dw(x)
 
@@ -286,12 +287,12 @@ class ConvNeXtDownsample(ConvNeXtBlock):
     """A norm and a convolution over patches that do not overlap: position-wise in the patches."""
 
     @staticmethod
-    def find(model: nn.Module, prefix: str) -> list[Block]:
+    def find(model: nn.Module) -> list[Block]:
         return []
 
     @staticmethod
-    def branch(module: nn.Module, kind: str, **options: Any) -> tuple[Branch, int]:
-        norm, conv = module  # type: ignore[misc]
+    def branch(module: Any, kind: str, **options: Any) -> Branch:
+        norm, conv = module
         if not (generic.is_plain(conv, nn.Conv2d) and conv.kernel_size == conv.stride and conv.groups == 1):
             raise Unsupported("the patches of the downsampling convolution overlap, or it has hooks")
         if conv.padding != (0, 0) or conv.dilation != (1, 1):
@@ -305,10 +306,10 @@ class ConvNeXtDownsample(ConvNeXtBlock):
             return fn(x.unflatten(-1, (-1, channels)).flatten(1, 2), *tensors).view(x.shape)
 
         weight = conv.weight.permute(0, 2, 3, 1).flatten(1)
-        return Branch([(Pointwise(per_pixel), tensors), linear((weight, conv.bias))]), weight.shape[1]
+        return Branch([(Pointwise(per_pixel), tensors), linear((weight, conv.bias))])
 
     @staticmethod
-    def forward(block: Block, run: RunBranch, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(block: Block, run: RunBranch, x: Tensor) -> Tensor:
         module: Any = block.module
         (tall, wide), channels = module[1].stride, x.shape[1]
         height, width = x.shape[2] // tall, x.shape[3] // wide

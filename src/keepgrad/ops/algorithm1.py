@@ -58,7 +58,7 @@ def _mask(kept: Tensor, positions: int, dim: int) -> Tensor:
     elif kept.dtype.is_floating_point or kept.dtype.is_complex:
         raise InputError(f"kept is of {kept.dtype}; give integer indices or a boolean mask")
     else:
-        if len(kept) and not (-1 < int(kept.min()) and int(kept.max()) < positions):
+        if len(kept) and (int(kept.min()) < 0 or int(kept.max()) >= positions):
             raise InputError(f"kept has indices outside 0 to {positions - 1}, the positions of x along dim {dim}")
         keep = torch.zeros(positions, dtype=torch.bool, device=kept.device).index_fill(0, kept.long(), True)
         if int(keep.sum()) != len(kept):

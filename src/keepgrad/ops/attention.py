@@ -6,7 +6,7 @@ Shapes: input `[batch, n, in]`, projected to `q, k, v` side by side `[batch, n, 
 Forward attends to everything. Backward differentiates attention *among the kept rows*: softmax over the kept keys,
 not the exact probabilities with terms left out, because then the probability mass of the dropped keys would be missing.
 A slot that stands for m positions gets `log m` added to its scores as a key. It costs `keep_ratio ** 2` of the
-exact backward and stores no attention matrix: it is `torch.func.vjp` of
+exact backward and stores no attention matrix: it is autograd's own backward of
 `F.scaled_dot_product_attention` on the kept rows, on every device and backend.
 
 | method | backward of                         | saves (of the input; of q, k, v; of the output)            |
@@ -162,25 +162,17 @@ class SelfAttention(Stage):
 
         def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
             dq, (dkv, *d_norms) = pull_core(grad)
-            assert dq is not None and dkv is not None
+            assert dq is not None
+            assert dkv is not None
             weight, bias = self._fused(tensors)
-            fused = Linear((weight.shape[0],), (bias is not None,))
-            width = weight.shape[0] // 3
-            parts = []
-            for rows, dy, part in (
-                (None if x is None else kept.gather(x), dq, slice(0, width)),
-                (x, dkv, slice(width, None)),
-            ):
-                layer = Linear((dy.shape[-1],), fused.biases)
-                given = (weight[part],) if bias is None else (weight[part], bias[part])
-                layer_needs = (x is not None, True)[: len(given)]
-                parts.append(layer.backward(rows, given, layer_needs, dy, need_input))
-            (dx_q, found_q), (dx_kv, found_kv) = parts
-            dx = kept.give_back(dx_q, dx_kv) if need_input and dx_q is not None else None
-            found = tuple(
-                torch.cat([a, b]) if a is not None and b is not None else None
-                for a, b in zip(found_q, found_kv, strict=True)
-            )
+            queries, others = slice(0, dq.shape[-1]), slice(dq.shape[-1], None)
+            rows_q = None if x is None else kept.gather(x)
+            dx_q, found_q = _part_backward(weight, bias, queries, rows_q, dq, need_input)
+            dx, found_kv = _part_backward(weight, bias, others, x, dkv, need_input)
+            if dx_q is not None:
+                dx = kept.give_back(dx_q, dx)
+            pairs = zip(found_q, found_kv, strict=True)
+            found = [None if a is None or b is None else torch.cat([a, b]) for a, b in pairs]
             return dx, (*self._unfused(found, needs), *d_norms)
 
         return out, pull
@@ -204,13 +196,8 @@ class SelfAttention(Stage):
             weight, bias = self._fused(tensors)
             rows = torch.arange(weight.shape[0], device=weight.device).view(3, self.heads, -1)
             rows = rows.index_select(1, heads).flatten()
-            layer = Linear((rows.shape[0],), (bias is not None,))
-            given = (weight[rows],) if bias is None else (weight[rows], bias[rows])
-            dx, found = layer.backward(x, given, (x is not None, True)[: len(given)], d_qkv.flatten(2), need_input)
-            full = tuple(
-                None if part is None else torch.zeros_like(whole).index_copy(0, rows, part)
-                for part, whole in zip(found, (weight, bias)[: len(found)], strict=True)
-            )
+            dx, found = _part_backward(weight, bias, rows, x, d_qkv.flatten(2), need_input)
+            full = [None if g is None else g.new_zeros(len(weight), *g.shape[1:]).index_copy(0, rows, g) for g in found]
             return dx, (*self._unfused(full, needs), *d_norms, None)
 
         return None, pull
@@ -223,7 +210,7 @@ class SelfAttention(Stage):
         weights, biases = zip(*layers, strict=True)
         return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
 
-    def _unfused(self, found: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    def _unfused(self, found: list[Tensor | None], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
         """Gradients of `_fused` as those of the projection's own tensors, where needed."""
         dw, db = (*found, None)[:2]
         parts: list[Tensor | None] = []
@@ -249,6 +236,15 @@ class SelfAttention(Stage):
 
     def extra_width(self, width: int) -> int:
         return sum(self.projection.outs)
+
+
+def _part_backward(
+    weight: Tensor, bias: Tensor | None, part: slice | Tensor, x: Tensor | None, grad: Tensor, need_input: bool
+) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    """The backward of some output channels of a linear layer; no gradient of the weight without its input."""
+    given = (weight[part],) if bias is None else (weight[part], bias[part])
+    layer = Linear((grad.shape[-1],), (bias is not None,))
+    return layer.backward(x, given, (x is not None, True)[: len(given)], grad, need_input)
 
 
 def self_attention(

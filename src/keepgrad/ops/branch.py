@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..sampling import Kept
-from .attention import SelfAttention, self_attention
+from .attention import self_attention
 from .chain import run, run_stages, saved_width
 from .stages import Linear, Link, Stage
 
@@ -39,12 +39,18 @@ class Branch:
         """All positions forward, the kept slots backward; the residual is added."""
         return run(self.links, x, kept, save, residual)
 
-    def stages(self, method: str = "off") -> list[Stage]:
-        return [stage for stage, _ in self.links]
+    def saved_width(self, keep_ratio: float, save: str, method: str = "off") -> tuple[float, float]:
+        """Channels a position that plain autograd and keepgrad save."""
+        return saved_width(_stages(self.links), _input_width(self.links), keep_ratio, save)
 
-    def saved_width(self, width: int, keep_ratio: float, save: str, method: str = "off") -> tuple[float, float]:
-        """Channels a position that plain autograd and keepgrad save, on an input of `width` channels."""
-        return saved_width(self.stages(), width, keep_ratio, save)
+
+def _stages(links: Sequence[Link]) -> list[Stage]:
+    return [stage for stage, _ in links]
+
+
+def _input_width(links: Sequence[Link]) -> int:
+    """The channels of the input, read off the first matrix: what comes before it is as wide."""
+    return next(t.shape[1] for _, tensors in links for t in tensors if t.dim() == 2)
 
 
 @dataclass(frozen=True)
@@ -101,18 +107,15 @@ class AttentionBranch(Branch):
         )
         return out.transpose(1, 2).flatten(2)
 
-    def saved_width(self, width: int, keep_ratio: float, save: str, method: str = "off") -> tuple[float, float]:
-        before = [stage for stage, _ in self.before]
-        after = [stage for stage, _ in self.after]
-        if self._is_whole(keep_ratio < 1, save, method):
-            projection = self.projection[0]
-            plain, ours = saved_width([*before, projection], width, keep_ratio, save)
-            qkv = projection.width(width)
-            normed = 0 if self.q_norm is None else 2 * qkv // 3
-            plain_after, ours_after = saved_width(after, qkv // 3, keep_ratio, save)
-            if keep_ratio == 1:  # both sides of the cut keep the same tensor
-                ours_after = max(0.0, ours_after - qkv // 3)
-            return plain + qkv + normed + plain_after, ours + qkv + normed + qkv // 3 + ours_after
-        stage = self._stage(method)[0]
-        assert isinstance(stage, SelfAttention)
-        return saved_width([*before, stage, *after], width, keep_ratio, save)
+    def saved_width(self, keep_ratio: float, save: str, method: str = "off") -> tuple[float, float]:
+        width = _input_width([self.projection])
+        before, after = _stages(self.before), _stages(self.after)
+        if not self._is_whole(keep_ratio < 1, save, method):
+            return saved_width([*before, self._stage(method)[0], *after], width, keep_ratio, save)
+        plain, ours = saved_width([*before, self.projection[0]], width, keep_ratio, save)
+        out = self.projection[0].width(width) // 3
+        core = (3 if self.q_norm is None else 5) * out
+        plain_after, ours_after = saved_width(after, out, keep_ratio, save)
+        # Attention saves its output, and with every position kept that is also what the chain behind it saves.
+        shared = out if keep_ratio == 1 else 0
+        return plain + core + plain_after, ours + core + out + ours_after - shared

@@ -127,7 +127,7 @@ class _Spec:
 
 class _Chain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, spec: _Spec, x: Tensor, residual: Tensor | None, *rest: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+    def forward(ctx, spec: _Spec, x: Tensor, residual: Tensor | None, *rest: Tensor) -> Tensor:
         kept_tensors, flat = rest[:_KEPT_TENSORS], rest[_KEPT_TENSORS:]
         kept = None if spec.reduce is None else Kept(spec.reduce, spec.positions, *kept_tensors)
         saves = spec.saves()
@@ -152,7 +152,7 @@ class _Chain(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def, override]
+    def backward(ctx, dy: Tensor):
         spec: _Spec = ctx.spec
         count = len(spec.stages)
         saved = list(ctx.saved_tensors)
@@ -183,11 +183,7 @@ class _Chain(torch.autograd.Function):
             assert grad is not None
             grad = grad.to(ctx.input_dtype)
             onto = dy.to(ctx.input_dtype) if spec.adds_input else None
-            first = spec.kept_at(0, kept)
-            if first is not None:
-                dx = first.give_back(grad, onto)
-            else:
-                dx = grad if onto is None else grad + onto
+            dx = _give_back(grad, spec.kept_at(0, kept), onto)
         d_residual = dy if ctx.needs_input_grad[2] else None
         flat = [g for group in found for g in group]
         return (None, dx, d_residual, *(None,) * _KEPT_TENSORS, *flat)
@@ -195,6 +191,12 @@ class _Chain(torch.autograd.Function):
 
 def _slots(rows: Tensor, kept: Kept | None) -> Tensor:
     return rows if kept is None else kept.gather(rows)
+
+
+def _give_back(slots: Tensor, kept: Kept | None, onto: Tensor | None) -> Tensor:
+    if kept is not None:
+        return kept.give_back(slots, onto)
+    return slots if onto is None else slots + onto
 
 
 def _redo(

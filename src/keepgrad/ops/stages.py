@@ -5,7 +5,7 @@ Shapes: a stage maps rows `[batch, positions, in]` to rows `[batch, positions, o
 
 | stage     | heavy | saves besides its output        | backward                                           |
 | ---       | ---   | ---                             | ---                                                |
-| Pointwise | no    | -                               | `torch.func.vjp` of its forward, redone            |
+| Pointwise | no    | -                               | autograd's, of its forward redone                  |
 | Opaque    | yes   | -                               | the same; for modules keepgrad does not know       |
 | Linear    | yes   | -                               | two matmuls; needs its input, not its output       |
 | Noise     | no    | the noise (dropout, drop path)  | a product with the noise                           |
@@ -120,17 +120,25 @@ class Opaque(Pointwise):
     heavy = True
 
 
-def partial_vjp(
-    fn: Callable[..., Tensor], x: Tensor, tensors: Tensors, needs: tuple[bool, ...]
-) -> tuple[Tensor, Pull]:
+def partial_vjp(fn: Callable[..., Tensor], x: Tensor, tensors: Tensors, needs: tuple[bool, ...]) -> tuple[Tensor, Pull]:
     """`fn(x, *tensors)` and its pull-back to `x` and to those tensors that need a gradient."""
-    moving = tuple(t for t, need in zip(tensors, needs, strict=True) if need)
 
     def of_moving(x: Tensor, *moving: Tensor) -> Tensor:
         rest = iter(moving)
         return fn(x, *(next(rest) if need else t for t, need in zip(tensors, needs, strict=True)))
 
-    out, pull_back = torch.func.vjp(of_moving, x, *moving)
+    moving = (x, *(t for t, need in zip(tensors, needs, strict=True) if need))
+    if torch.compiler.is_compiling():
+        out, pull_back, *_ = torch.func.vjp(of_moving, *moving)
+    else:
+        # torch.func refuses to run under saved-tensor hooks (offloading); plain autograd does not.
+        moving = tuple(t.detach().requires_grad_() for t in moving)
+        with torch.enable_grad():
+            graph = of_moving(*moving)
+        out = graph.detach()
+
+        def pull_back(grad: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(graph, moving, grad, allow_unused=True, materialize_grads=True)
 
     def pull(grad: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         dx, *rest = pull_back(grad.to(out.dtype))
