@@ -1,0 +1,148 @@
+"""How well kept gradients agree with exact ones, on small models trained on real images.
+
+    python benchmarks/quality.py --data cifar10-train.tar [--steps 50 500] [--output quality.csv]
+
+Trains a small ViT (class token), a small ViT (average pooling) and a small ConvNeXt with full backprop. At each of
+`--steps` it measures, for every setting: the cosine with the exact gradient of the same batch and the ratio of the norms, for
+one draw of the masks, and the cosine of the mean over many draws (what is missing always); and the bytes saved for
+backward. The last rows of each model are the trivial baseline: the gradient of only a share of the samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import platform
+from pathlib import Path
+
+import timm
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from timm.data import create_dataset
+from torchvision.transforms import v2
+
+import keepgrad
+from keepgrad.memory import saved_bytes
+
+VIT = {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 6, "num_heads": 4, "num_classes": 10}
+MODELS = {
+    "ViT, class token": lambda: timm.models.VisionTransformer(**VIT),
+    "ViT, average pooling": lambda: timm.models.VisionTransformer(**VIT, class_token=False, global_pool="avg"),
+    "ConvNeXt": lambda: timm.models.ConvNeXt(
+        depths=(2, 2, 4, 2), dims=(32, 64, 128, 256), patch_size=2, num_classes=10, ls_init_value=1.0
+    ),
+}
+
+
+def settings(attention: bool) -> dict[str, dict]:
+    """Every setting that is compared, by the name it has in the table."""
+    rows: dict[str, dict] = {name: {"preset": name} for name in ("paper", "accurate", "balanced", "small")}
+    for ratio in (0.5, 0.25, 0.125):
+        for reduce in ("drop", "scaled", "fold", "pool"):
+            rows[f"{reduce} {ratio}"] = {"keep_ratio": ratio, "reduce": reduce}
+            if attention:
+                both = {"attention": 1.0, "mlp": ratio}
+                rows[f"attention 1, mlp {reduce} {ratio}"] = {"keep_ratio": both, "reduce": reduce}
+    for mask in ("random", "block"):
+        rows[f"drop 0.5, {mask}"] = {"keep_ratio": 0.5, "reduce": "drop", "mask": mask}
+    if attention:
+        for method in ("query", "head"):
+            rows[f"drop 0.5, {method}"] = {"keep_ratio": 0.5, "reduce": "drop", "attention": method}
+    else:
+        rows["drop 0.5, downsample"] = {"keep_ratio": 0.5, "reduce": "drop", "downsample": True}
+        rows["pool 0.5, downsample"] = {"keep_ratio": 0.5, "reduce": "pool", "downsample": True}
+    return rows
+
+
+def gradient(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    F.cross_entropy(model(images), labels).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def compare(grads: list[torch.Tensor], exact: torch.Tensor) -> tuple[float, float, float]:
+    """Mean cosine, mean norm ratio, and cosine of the mean gradient."""
+    cosines = torch.stack([torch.cosine_similarity(g, exact, dim=0) for g in grads])
+    norms = torch.stack([g.norm() / exact.norm() for g in grads])
+    return float(cosines.mean()), float(norms.mean()), float(torch.cosine_similarity(sum(grads), exact, dim=0))
+
+
+def measure(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, draws: int) -> list[tuple]:
+    exact = gradient(model, images, labels)
+    plain = saved_bytes(lambda: model(images), model)
+    attention = isinstance(model, timm.models.VisionTransformer)
+    rows = []
+    for name, options in settings(attention).items():
+        twin = copy.deepcopy(model)
+        keepgrad.apply(twin, **options)
+        grads = [gradient(twin, images, labels) for _ in range(draws)]
+        rows.append((name, *compare(grads, exact), saved_bytes(lambda m=twin: m(images), twin) / plain))
+    for share in (0.5, 0.25):
+        grads = []
+        for _ in range(draws):
+            some = torch.randperm(len(images))[: int(len(images) * share)]
+            grads.append(gradient(model, images[some], labels[some]))
+        rows.append((f"samples {share}", *compare(grads, exact), share))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="a folder or tar of images, one folder per class")
+    parser.add_argument("--steps", type=int, nargs="+", default=[50, 500])
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--draws", type=int, default=4)
+    parser.add_argument("--output", type=Path, default=Path("quality.csv"))
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    to_tensor = v2.Compose(
+        [
+            v2.RandomHorizontalFlip(),
+            v2.PILToTensor(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize([0.5], [0.25]),
+        ]
+    )
+    dataset = create_dataset("", root=args.data, transform=to_tensor)
+    loader = torch.utils.data.DataLoader(dataset, args.batch_size, shuffle=True, drop_last=True)
+    console = Console()
+    versions = (
+        f"torch {torch.__version__}, timm {timm.__version__}, {platform.machine()}, {torch.get_num_threads()} threads"
+    )
+    results = []
+    for title, make in MODELS.items():
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.05)
+        batches = iter(loader)
+        for step in track(range(1, max(args.steps) + 1), description=title, console=console):
+            try:
+                images, labels = next(batches)
+            except StopIteration:
+                batches = iter(loader)
+                images, labels = next(batches)
+            if step in args.steps:
+                results += [(title, step, *row) for row in measure(model, images, labels, args.draws)]
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+        for step in args.steps:
+            table = Table(title=f"{title}, step {step} ({versions})")
+            for column in ("setting", "cosine", "norm ratio", "cosine of the mean", "bytes"):
+                table.add_column(column)
+            for row in results:
+                if row[:2] == (title, step):
+                    table.add_row(row[2], *(f"{value:.3f}" for value in row[3:]))
+            console.print(table)
+    with args.output.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["model", "step", "setting", "cosine", "norm_ratio", "cosine_of_mean", "bytes", versions])
+        writer.writerows(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""A training step, method by method: bytes saved for backward, peak, FLOPs, time, and agreement with the exact gradient.
+
+    python benchmarks/step.py [--model vit_small_patch16_224] [--batch-size 8] [--rounds 9] [--markdown]
+    python benchmarks/step.py --profile "keepgrad 0.5"     # where the time of one method goes
+
+All methods take turns in one run, and times are medians relative to full backprop in the same run. "saved" is what
+autograd keeps for backward, without parameters. "peak" is the most that tensors made during the step occupy,
+gradients of the parameters included. "cosine" is with the exact gradient, at initialisation on smooth random images:
+it ranks the methods, `quality.py` measures them on trained models and real images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import timm
+import torch
+import torch.nn.functional as F
+from baselines import SomeSamples, algorithm1
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+import keepgrad
+from keepgrad.memory import peak_bytes, saved_bytes
+
+Change = Callable[[nn.Module], nn.Module | None]
+
+
+def patched(**options: object) -> Change:
+    return lambda model: keepgrad.apply(model, **options) and None
+
+
+def budgeted(model: nn.Module) -> nn.Module:
+    """torch.compile with the partitioner told to keep half of the activations."""
+    import torch._functorch.config as config
+
+    def forward(x: Tensor) -> Tensor:
+        with config.patch(activation_memory_budget=0.5):
+            return compiled(x)
+
+    compiled = torch.compile(model)
+    model.compiled_forward = forward
+    return model
+
+
+def methods(model: str) -> dict[str, Change]:
+    """Every method by its name in the table; each changes a copy of the model."""
+    rows: dict[str, Change] = {
+        "full backprop": lambda model: None,
+        "checkpointing": lambda model: model.set_grad_checkpointing(),
+        "torch.compile": lambda model: setattr(model, "compiled_forward", torch.compile(model)),
+        "torch.compile, memory budget 0.5": budgeted,
+        "Algorithm 1, 0.5 all blocks": lambda model: algorithm1(model, 0.5),
+        "Algorithm 1, 0.25 all blocks": lambda model: algorithm1(model, 0.25),
+        "half of the samples": lambda model: SomeSamples(model, 0.5),
+    }
+    if "vit" in model:
+        rows["Algorithm 1, 0.5 last 2/3"] = lambda model: algorithm1(model, 0.5, 2 / 3)
+        rows["keepgrad attention 1, mlp 0.25"] = patched(keep_ratio={"attention": 1.0, "mlp": 0.25})
+    for preset in ("exact", "accurate", "small", "paper"):
+        rows[f"keepgrad {preset}"] = patched(preset=preset)
+    for ratio in (0.5, 0.25):
+        rows[f"keepgrad {ratio}"] = patched(keep_ratio=ratio)
+    rows["keepgrad 0.5, save input"] = patched(keep_ratio=0.5, save="input")
+    return rows
+
+
+def forward(model: nn.Module, x: Tensor) -> Tensor:
+    return getattr(model, "compiled_forward", model)(x)
+
+
+def step(model: nn.Module, x: Tensor, labels: Tensor) -> None:
+    F.cross_entropy(forward(model, x), labels).backward()
+
+
+def gradient(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    model.zero_grad()
+    step(model, x, labels)
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def flops(model: nn.Module, x: Tensor, labels: Tensor) -> int:
+    with FlopCounterMode(display=False) as counter:
+        step(model, x, labels)
+    return counter.get_total_flops()
+
+
+def smooth_images(batch: int, size: int) -> Tensor:
+    return F.interpolate(torch.randn(batch, 3, 7, 7), size=(size, size), mode="bicubic")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="vit_small_patch16_224", help="a ViT or ConvNeXt of timm")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="+", metavar="METHOD", help="these methods only, beside full backprop")
+    parser.add_argument("--profile", metavar="METHOD", help="print where the time of this method goes instead")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    base = timm.create_model(args.model).train()
+    x = smooth_images(args.batch_size, args.size)
+    labels = torch.randint(1000, (args.batch_size,))
+    table = methods(args.model)
+    if args.profile:
+        model = copy.deepcopy(base)
+        model = table[args.profile](model) or model
+        step(model, x, labels)
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            step(model, x, labels)
+        print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=50))
+        return
+    names = [n for n in table if not args.only or n in args.only or n == "full backprop"]
+    console = Console(stderr=args.markdown)
+    models, seconds, facts = {}, {name: [] for name in names}, {}
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=len(names))
+        for name in names:
+            model = copy.deepcopy(base)
+            model = models[name] = table[name](model) or model
+            grad = gradient(model, x, labels)
+            exact = grad if name == "full backprop" else exact  # noqa: F821
+            model.zero_grad()
+            compiled = hasattr(model, "compiled_forward")
+            saved = saved_bytes(lambda m=model: forward(m, x), model)
+            with contextlib.suppress(Exception) if compiled else contextlib.nullcontext():
+                peak = None if compiled else peak_bytes(lambda m=model: step(m, x, labels))
+            model.zero_grad()
+            count = None if compiled else flops(model, x, labels)
+            facts[name] = saved, peak, count, float(torch.cosine_similarity(grad, exact, dim=0))
+            progress.advance(task)
+        task = progress.add_task("timing", total=args.rounds)
+        for _ in range(args.rounds):
+            for name, model in models.items():
+                model.zero_grad()
+                start = time.perf_counter()
+                step(model, x, labels)
+                seconds[name].append(time.perf_counter() - start)
+            progress.advance(task)
+    plain = facts["full backprop"]
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    rows = []
+    for name in names:
+        saved, peak, count, cosine = facts[name]
+        rows.append(
+            (
+                name,
+                f"{saved / 2**20:.0f} MiB",
+                f"{saved / plain[0]:.2f}x",
+                "-" if peak is None else f"{peak / plain[1]:.2f}x",
+                "-" if count is None else f"{count / plain[2]:.2f}x",
+                f"{medians[name] / medians['full backprop']:.2f}x",
+                f"{cosine:.3f}",
+            )
+        )
+    head = ("method", "saved", "", "peak", "FLOPs", "time", "cosine")
+    title = (
+        f"{args.model}, batch {args.batch_size}, {args.size} px, fp32, {args.rounds} rounds; full backprop: "
+        f"{medians['full backprop']:.2f} s, {plain[2] / 1e9:.0f} GFLOP; torch {torch.__version__}, "
+        f"timm {timm.__version__}, {platform.machine()} CPU, {torch.get_num_threads()} threads"
+    )
+    if args.markdown:
+        print(f"{title}\n")
+        for cells in (head, ("---",) * len(head), *rows):
+            print("| " + " | ".join(cells) + " |")
+        return
+    shown = Table(title=title)
+    for column in head:
+        shown.add_column(column, justify="left" if column == "method" else "right")
+    for row in rows:
+        shown.add_row(*row)
+    console.print(shown)
+
+
+if __name__ == "__main__":
+    main()
