@@ -81,7 +81,7 @@ def written_out(seed: int, grid: Grid, ratio: float, mask: str, reduce: str) -> 
     if kept is None:
         every = list(range(positions))
         return matrices([[p] for p in every], every, positions, "drop")
-    return matrices(groups_of(kept), kept.picked.tolist(), positions, reduce)
+    return matrices(groups_of(kept), kept.picked.tolist(), positions, reduce, grid.prefix)
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def test_kept_and_dropped_add_up_to_the_whole_gradient(save):
     dy = torch.randn(2, 12, 6, dtype=torch.float64)
     kept = draw(0, Grid(3, 4), 0.25, "random", "drop")
     rest = torch.tensor([i for i in range(12) if i not in kept.picked.tolist()])
-    dropped = Kept("drop", 12, rest)
+    dropped = Kept("drop", 12, 0, rest)
 
     def grads(which):
         return torch.autograd.grad(run(chain(p), x, which, save), (x, *p.values()), dy)
@@ -77,7 +77,7 @@ def test_scaled_is_right_on_average():
     def grad(kept):
         return torch.autograd.grad(run(chain(p), x, kept, "heavy"), p["w1"], dy)[0]
 
-    phases = [Kept("scaled", 4, torch.tensor([i])) for i in range(4)]
+    phases = [Kept("scaled", 4, 0, torch.tensor([i])) for i in range(4)]
     torch.testing.assert_close(sum(grad(kept) for kept in phases) / 4, grad(None))
 
 
@@ -124,7 +124,7 @@ def test_saved_bytes_are_the_input_and_the_matmul_outputs(save, rows, reduce, sl
     p = {name: nn.Parameter(t) for name, t in parts(dtype=torch.float32).items()}
     x = torch.randn(2, 16, 6)
     kept = None if reduce is None else draw(0, Grid(4, 4), 0.25, "grid", reduce)
-    indices = 0 if kept is None else sum(t.numel() * 8 for t in kept.tensors() if t is not None)
+    indices = 0 if kept is None else sum(t.numel() * 8 for t in kept.tensors if t is not None)
     found = saved_bytes(lambda: run(chain(p), x, kept, save, x), Holder(p.values()))
     assert found == 2 * slots * rows * 4 + indices
     plain, ours = Branch(chain(p)).saved_width(slots / 16, save)

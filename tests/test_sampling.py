@@ -82,7 +82,7 @@ def test_gather_and_give_back_equal_their_matrices(reduce, ratio):
     grid = Grid(5, 4, prefix=2)
     kept = draw(1, grid, ratio, "grid", reduce, batch=3)
     positions = 22
-    dense = matrices(groups_of(kept), kept.picked.tolist(), positions, reduce)
+    dense = matrices(groups_of(kept), kept.picked.tolist(), positions, reduce, grid.prefix)
     x, dy, onto = (torch.randn(3, positions, 6, dtype=torch.float64) for _ in range(3))
     slots = torch.randn(3, kept.slots, 6, dtype=torch.float64)
     tight = {"atol": 1e-12, "rtol": 1e-12}
@@ -130,3 +130,9 @@ def test_kept_indices_are_sorted_and_reproducible():
     assert kept[0] == 0
     assert len(kept) == 9
     assert kept_indices(Grid(2, 2), 1.0).tolist() == [0, 1, 2, 3]
+
+
+def test_prefix_tokens_are_never_scaled():
+    kept = draw(0, Grid(4, 4, prefix=2), 0.25, "grid", "scaled")
+    slots = kept.gather_grad(torch.ones(1, 18, 1)).flatten()
+    assert slots.tolist() == [1.0, 1.0, 4.0, 4.0, 4.0, 4.0]

@@ -10,12 +10,12 @@ one of them is picked:
 - `random`: a random order; the first member of each run is picked.
 - `block`: the kept positions are one contiguous piece of the grid order, beginning anywhere.
 
-`reduce` says what of the others. With K slots, groups of m and N positions:
+`reduce` says what of the others. With groups of m (for scaled: of the mean size):
 
 | reduce | gather (activations) | gather_grad (dy)     | give_back (dx)             | multiplicity |
 | ---    | ---                  | ---                  | ---                        | ---          |
 | drop   | picked               | picked               | to the picked              | 1            |
-| scaled | picked               | picked, times N / K  | to the picked              | 1            |
+| scaled | picked               | picked, times m      | to the picked              | 1            |
 | fold   | picked               | sum over the group   | to every member, times 1/m | m            |
 | pool   | mean over the group  | sum over the group   | to every member, times 1/m | m            |
 
@@ -65,7 +65,8 @@ class Kept:
 
     reduce: str
     positions: int
-    picked: Tensor  # [slots]
+    prefix: int
+    picked: Tensor  # [slots], the prefix first
     order_flat: Tensor | None = None  # [batch * positions], group after group
     starts_flat: Tensor | None = None  # [batch * slots], where each group begins in order_flat
     slot_of: Tensor | None = None  # [positions]
@@ -98,7 +99,9 @@ class Kept:
         if self.size is not None:
             return self._group_sum(grad)
         slots = grad.index_select(1, self.picked)
-        return slots * (self.positions / self.slots) if self.reduce == "scaled" else slots
+        if self.reduce == "scaled":
+            slots[:, self.prefix :] *= (self.positions - self.prefix) / (self.slots - self.prefix)
+        return slots
 
     def give_back(self, slots: Tensor, onto: Tensor | None = None) -> Tensor:
         """The input gradient of every position, added to `onto` where given; `onto` itself is not changed."""
@@ -117,8 +120,14 @@ class Kept:
             return None
         return self.size.to(torch.promote_types(dtype, torch.float32)).log().to(dtype)
 
+    @property
+    def frame(self) -> tuple[str, int, int]:
+        """The fields that are no tensors."""
+        return (self.reduce, self.positions, self.prefix)
+
+    @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors of this object, in the order of its fields."""
+        """The fields that are tensors."""
         return (self.picked, self.order_flat, self.starts_flat, self.slot_of, self.size)
 
 
@@ -172,7 +181,7 @@ def sample(step_seed: Tensor, batch: int, grid: Grid, keep_ratio: float, mask: s
     positions = grid.prefix + grid.height * grid.width
     picked = torch.cat([prefix, picked + grid.prefix])
     if forgets:
-        return Kept(reduce, positions, picked)
+        return Kept(reduce, positions, grid.prefix, picked)
     order = torch.cat([prefix, order + grid.prefix])
     starts = torch.cat([prefix, starts + grid.prefix])
     size = torch.diff(starts, append=starts.new_full((1,), positions))
@@ -181,7 +190,7 @@ def sample(step_seed: Tensor, batch: int, grid: Grid, keep_ratio: float, mask: s
     slot_of = torch.empty_like(order).scatter_(0, order, slot_in_order)
     shift = torch.arange(batch, device=order.device).unsqueeze(1) * positions
     order_flat, starts_flat = (shift + order).flatten(), (shift + starts).flatten()
-    return Kept(reduce, positions, picked, order_flat, starts_flat, slot_of, size)
+    return Kept(reduce, positions, grid.prefix, picked, order_flat, starts_flat, slot_of, size)
 
 
 def hashed(seed: Tensor, salt: int, count: int) -> Tensor:

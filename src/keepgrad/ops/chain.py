@@ -55,12 +55,11 @@ def run(links: Sequence[Link], x: Tensor, kept: Kept | None, save: str, residual
         needs=needs,
         input_needs=x.requires_grad,
         save=save,
-        reduce=None if kept is None else kept.reduce,
-        positions=x.shape[1],
+        frame=None if kept is None else kept.frame,
         adds_input=residual is x,
         autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
     )
-    kept_tensors = (None,) * _KEPT_TENSORS if kept is None else kept.tensors()
+    kept_tensors = (None,) * _KEPT_TENSORS if kept is None else kept.tensors
     flat = [t for group in tensors for t in group]
     return _Chain.apply(spec, x, None if residual is x else residual, *kept_tensors, *flat)
 
@@ -80,8 +79,7 @@ class _Spec:
     needs: tuple[tuple[bool, ...], ...]
     input_needs: bool
     save: str
-    reduce: str | None
-    positions: int
+    frame: tuple[str, int, int] | None
     adds_input: bool
     autocast: torch.dtype | None
 
@@ -98,7 +96,7 @@ class _Spec:
         needed = False
         for i in reversed(range(len(self.stages))):
             stage = self.stages[i]
-            redoable = stage.redoable(self.reduce is not None)
+            redoable = stage.redoable(self.frame is not None)
             found[i + 1] = needed and ((stage.heavy and self.save == "heavy") or not redoable)
             reads = i >= self.first and stage.needs_input(self.needs[i], self.save == "input")
             needed = reads or (needed and not found[i + 1])
@@ -129,7 +127,7 @@ class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(ctx, spec: _Spec, x: Tensor, residual: Tensor | None, *rest: Tensor) -> Tensor:
         kept_tensors, flat = rest[:_KEPT_TENSORS], rest[_KEPT_TENSORS:]
-        kept = None if spec.reduce is None else Kept(spec.reduce, spec.positions, *kept_tensors)
+        kept = None if spec.frame is None else Kept(*spec.frame, *kept_tensors)
         saves = spec.saves()
         values: list[Tensor | None] = [_slots(x, spec.kept_at(0, kept)) if saves[0] else None]
         extras: list[Tensor] = []
@@ -163,7 +161,7 @@ class _Chain(torch.autograd.Function):
             extras.append(tuple(saved[:n]))
             saved = saved[n:]
         tensors = spec.groups(saved)
-        kept = None if spec.reduce is None else Kept(spec.reduce, spec.positions, *kept_tensors)
+        kept = None if spec.frame is None else Kept(*spec.frame, *kept_tensors)
 
         last = spec.kept_at(count, kept)
         grad: Tensor | None = (dy if last is None else last.gather_grad(dy)).to(ctx.branch_dtype)
@@ -230,7 +228,8 @@ def _redo(
 def saved_width(stages: Sequence[Stage], width: int, keep_ratio: float, save: str) -> tuple[float, float]:
     """Channels a position that plain autograd and keepgrad save for a chain on `width` channels, nothing frozen."""
     needs = tuple((True,) * 8 for _ in stages)
-    spec = _Spec(tuple(stages), needs, True, save, None if keep_ratio == 1 else "drop", 0, False, None)
+    frame = None if keep_ratio == 1 else ("drop", 0, 0)
+    spec = _Spec(tuple(stages), needs, True, save, frame, False, None)
     plain, ours = 0.0, 0.0
     widths = [width]
     for i, stage in enumerate(stages):

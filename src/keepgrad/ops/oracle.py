@@ -40,8 +40,10 @@ class Matrices:
         return graft(self.value @ rows, self.grad @ rows)
 
 
-def matrices(groups: Sequence[Sequence[int]], picked: Sequence[int], positions: int, reduce: str) -> Matrices:
-    """The matrices for groups of positions of which one each is picked."""
+def matrices(
+    groups: Sequence[Sequence[int]], picked: Sequence[int], positions: int, reduce: str, prefix: int = 0
+) -> Matrices:
+    """The matrices for groups of positions of which one each is picked; the first `prefix` are always kept."""
     count = len(groups)
     pick = torch.zeros(count, positions, dtype=torch.float64)
     member = torch.zeros(count, positions, dtype=torch.float64)
@@ -55,7 +57,8 @@ def matrices(groups: Sequence[Sequence[int]], picked: Sequence[int], positions: 
     if reduce == "drop":
         return Matrices(pick, pick, pick.t(), ones)
     if reduce == "scaled":
-        return Matrices(pick, pick, pick.t() * (positions / count), ones)
+        times = torch.tensor([1.0] * prefix + [(positions - prefix) / (count - prefix)] * (count - prefix))
+        return Matrices(pick, pick, pick.t() * times.double(), ones)
     if reduce == "fold":
         return Matrices(pick, mean, member.t(), size)
     if reduce == "pool":
