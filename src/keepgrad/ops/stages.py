@@ -199,45 +199,27 @@ class Linear(Stage):
         """The gradients of the input and of the tensors, at input rows `x` (None if no weight needs one)."""
         device = grad.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[0].dtype
-        with torch.autocast(device, enabled=False):
-            grad = grad.to(dtype)
-            rows = None if x is None else x.to(dtype).flatten(0, -2)
-            scale = tensors[-1] if self.scaled else None
-            dx: Tensor | None = None
-            found: list[Tensor | None] = []
-            pairs = zip(self.layers(tensors), self.layers(needs), grad.split(self.outs, -1), strict=True)
-            for (weight, bias), (weight_needs, bias_needs), dy in pairs:
-                if need_input:
-                    through = dy if scale is None else dy * scale.to(dtype)
-                    part = through @ weight.to(dtype)
-                    dx = part if dx is None else dx + part
-                dy = dy.flatten(0, -2)
-                scale_needs = scale is not None and needs[-1]
-                outer = dy.t() @ rows if (weight_needs or scale_needs) and rows is not None else None
-                total = dy.sum(0) if bias_needs or (scale_needs and bias is not None) else None
-                if weight_needs:
-                    assert outer is not None
-                    dw = outer if scale is None else outer * scale.to(dtype).unsqueeze(1)
-                    found.append(dw.to(weight.dtype))
-                else:
-                    found.append(None)
-                if bias is not None:
-                    db = total if total is None or scale is None else total * scale.to(dtype)
-                    found.append(db.to(bias.dtype) if bias_needs and db is not None else None)
-                if scale is not None:
-                    found.append(self._scale_grad(weight, bias, outer, total, scale) if scale_needs else None)
+        grad = grad.to(dtype)
+        rows = None if x is None else x.to(dtype).flatten(0, -2)
+        scale, scale_needs = (tensors[-1], needs[-1]) if self.scaled else (None, False)
+        dx: Tensor | None = None
+        found: list[Tensor | None] = []
+        pairs = zip(self.layers(tensors), self.layers(needs), grad.split(self.outs, -1), strict=True)
+        for (weight, bias), (weight_needs, bias_needs), dy in pairs:
+            if need_input:
+                part = _times(dy, scale).to(dtype) @ weight.to(dtype)
+                dx = part if dx is None else dx + part
+            dy = dy.flatten(0, -2)
+            outer: Any = dy.t() @ rows if weight_needs or scale_needs else None
+            total: Any = dy.sum(0) if bias_needs or (scale_needs and bias is not None) else None
+            column = None if scale is None else scale.unsqueeze(1)
+            found.append(_times(outer, column).to(weight.dtype) if weight_needs else None)
+            if bias is not None:
+                found.append(_times(total, scale).to(bias.dtype) if bias_needs else None)
+            if scale is not None:
+                shift = 0 if bias is None or total is None else bias * total
+                found.append(((weight * outer).sum(1) + shift).to(scale.dtype) if scale_needs else None)
         return dx, tuple(found)
-
-    @staticmethod
-    def _scale_grad(
-        weight: Tensor, bias: Tensor | None, outer: Tensor | None, total: Tensor | None, scale: Tensor
-    ) -> Tensor:
-        assert outer is not None
-        grad = (weight * outer).sum(1)
-        if bias is not None:
-            assert total is not None
-            grad = grad + bias * total
-        return grad.to(scale.dtype)
 
     def needs_input(self, needs: tuple[bool, ...], redo: bool) -> bool:
         weights = any(weight for weight, _ in self.layers(needs))
@@ -294,6 +276,10 @@ class Noise(Stage):
 
     def extra_width(self, width: int) -> int:
         return 0 if self.per_sample else width
+
+
+def _times(rows: Tensor, scale: Tensor | None) -> Tensor:
+    return rows if scale is None else rows * scale
 
 
 def linear(*layers: tuple[Tensor, Tensor | None], scale: Tensor | None = None) -> Link:
