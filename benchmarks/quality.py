@@ -1,6 +1,7 @@
 """How well kept gradients agree with exact ones, on small models trained on real images.
 
     python benchmarks/quality.py --data cifar10-train.tar [--steps 50 500] [--output quality.csv]
+    python benchmarks/quality.py --show quality.csv
 
 Trains a small ViT (class token), a small ViT (average pooling) and a small ConvNeXt with full backprop. At each of
 `--steps` it measures, for every setting: the cosine with the exact gradient of the same batch and the ratio of the
@@ -14,14 +15,13 @@ import argparse
 import copy
 import csv
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import timm
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from timm.data import create_dataset
 from torchvision.transforms import v2
 
@@ -90,20 +90,41 @@ def measure(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, 
     return rows
 
 
+def show(path: Path) -> None:
+    """Print a result file as Markdown."""
+    with path.open(newline="") as file:
+        head, *rows = csv.reader(file)
+    print(head[-1])
+    for title, step in dict.fromkeys((row[0], row[1]) for row in rows):
+        print(f"\n{title}, step {step}\n\n| setting | cosine | norm ratio | cosine of the mean | bytes |")
+        print("| --- | --- | --- | --- | --- |")
+        for row in rows:
+            if row[:2] == [title, step]:
+                print(f"| {row[2]} | " + " | ".join(f"{float(value):.3f}" for value in row[3:]) + " |")
+
+
+def endless(loader: torch.utils.data.DataLoader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    while True:
+        yield from loader
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="a folder or tar of images, one folder per class")
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--data", help="a folder or tar of images, one folder per class")
+    task.add_argument("--show", type=Path, metavar="CSV", help="print a result file as Markdown instead")
     parser.add_argument("--steps", type=int, nargs="+", default=[50, 500])
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--draws", type=int, default=4)
     parser.add_argument("--output", type=Path, default=Path("quality.csv"))
     args = parser.parse_args()
+    if args.show:
+        show(args.show)
+        return
     torch.manual_seed(0)
     scaled = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5], [0.25])]
-    to_tensor = v2.Compose([v2.RandomHorizontalFlip(), *scaled])
-    dataset = create_dataset("", root=args.data, transform=to_tensor)
+    dataset = create_dataset("", root=args.data, transform=v2.Compose([v2.RandomHorizontalFlip(), *scaled]))
     loader = torch.utils.data.DataLoader(dataset, args.batch_size, shuffle=True, drop_last=True)
-    console = Console()
     threads = torch.get_num_threads()
     versions = f"torch {torch.__version__}, timm {timm.__version__}, {platform.machine()} CPU, {threads} threads"
     results = []
@@ -111,30 +132,19 @@ def main() -> None:
         torch.manual_seed(0)
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.05)
-        batches = iter(loader)
-        for step in track(range(1, max(args.steps) + 1), description=title, console=console):
-            try:
-                images, labels = next(batches)
-            except StopIteration:
-                batches = iter(loader)
-                images, labels = next(batches)
+        batches = endless(loader)
+        for step in track(range(1, max(args.steps) + 1), description=title):
+            images, labels = next(batches)
             if step in args.steps:
                 results += [(title, step, *row) for row in measure(model, images, labels, args.draws)]
             optimizer.zero_grad()
             F.cross_entropy(model(images), labels).backward()
             optimizer.step()
-        for step in args.steps:
-            table = Table(title=f"{title}, step {step} ({versions})")
-            for column in ("setting", "cosine", "norm ratio", "cosine of the mean", "bytes"):
-                table.add_column(column)
-            for row in results:
-                if row[:2] == (title, step):
-                    table.add_row(row[2], *(f"{value:.3f}" for value in row[3:]))
-            console.print(table)
     with args.output.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["model", "step", "setting", "cosine", "norm_ratio", "cosine_of_mean", "bytes", versions])
         writer.writerows(results)
+    show(args.output)
 
 
 if __name__ == "__main__":
