@@ -63,6 +63,14 @@ def test_bad_indices_are_clear_errors(kept, message):
         keepgrad.sbp(torch.tanh, torch.randn(2, 5, 3), kept)
 
 
+def test_dimensions_count_from_the_end_too():
+    x = torch.randn(2, 5, 3)
+    torch.testing.assert_close(keepgrad.sbp(torch.tanh, x, torch.tensor([1]), dim=-2), torch.tanh(x))
+    for kept, dim in (([0, 1], 1), (torch.tensor([0]), 7)):
+        with pytest.raises(InputError, match="give a tensor, and a dimension of x"):
+            keepgrad.sbp(torch.tanh, x, kept, dim=dim)
+
+
 def test_a_function_over_positions_is_refused():
     with pytest.raises(InputError, match="position-wise"):
         keepgrad.sbp(lambda x: x.mean(1), torch.randn(2, 5, 3), torch.tensor([0, 1]))

@@ -127,7 +127,7 @@ def test_saved_bytes_are_the_input_and_the_matmul_outputs(save, rows, reduce, sl
     indices = 0 if kept is None else sum(t.numel() * 8 for t in kept.tensors if t is not None)
     found = saved_bytes(lambda: run(chain(p), x, kept, save, x), Holder(p.values()))
     assert found == 2 * slots * rows * 4 + indices
-    plain, ours = Branch(chain(p)).saved_width(slots / 16, save)
+    plain, ours = Branch(chain(p), 6).saved_width(slots / 16, save)
     assert ours * 16 * 2 * 4 == found - indices
     assert plain == 6 + 6 + 10 + 10 + 6
 

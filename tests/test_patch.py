@@ -292,6 +292,10 @@ def test_other_image_sizes_and_patch_dropout():
         ({"layers": lambda name: False}, r"chooses none of the 2 blocks"),
         ({"attention": "off", "mlp": False}, r"leave no branch"),
         ({"downsample": True}, r"no downsample branch"),
+        ({"keep_ratio": {"attention": 0.3}, "attention": "off"}, r"sets 'attention', which is switched off"),
+        ({"save": {"mlp": "input"}, "mlp": False}, r"sets 'mlp', which is switched off"),
+        ({"keep_ratio": lambda i, n: None}, r"keep_ratio=None: give a number"),
+        ({"seed": 2**64}, r"does not fit"),
         ({"keepratio": 0.5}, r"keepratio.*the options are preset, keep_ratio"),
     ],
 )
@@ -332,8 +336,62 @@ def test_convnext_v2_says_why_it_is_not_supported():
 def test_convnext_has_no_attention_to_set():
     with pytest.raises(ConfigError, match="no attention branch"):
         keepgrad.apply(convnext(), attention="head")
-    with pytest.raises(ConfigError, match="no attention branch"):
-        keepgrad.apply(convnext(), keep_ratio={"attention": 0.5, "mlp": 0.5})
+    for options in ({"keep_ratio": {"attention": 0.5, "mlp": 0.5}}, {"save": {"attention": "input"}}):
+        with pytest.raises(ConfigError, match="no attention branch"):
+            keepgrad.apply(convnext(), **options)
+
+
+@pytest.mark.parametrize("norm", ["batchnorm2d", "groupnorm1"])
+def test_norms_over_positions_are_not_reduced(norm):
+    with pytest.raises(NoSiteError, match="works over positions or samples"):
+        keepgrad.apply(convnext(conv_mlp=True, norm_layer=norm), keep_ratio=0.5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "module", "reason"),
+    [
+        ("drop1", nn.AlphaDropout(0.3), "AlphaDropout draws random numbers"),
+        ("act", nn.RReLU(), "RReLU draws random numbers"),
+        ("act", nn.ReLU(inplace=True), "ReLU works in place"),
+        ("fc1", nn.Sequential(nn.Linear(24, 96), nn.Dropout(0.1)), "Dropout draws random numbers inside a module"),
+    ],
+)
+def test_layers_that_cannot_be_redone_leave_the_branch_alone(layer, module, reason):
+    model = vit()
+    setattr(model.blocks[0].mlp, layer, module)
+    plan = keepgrad.apply(model, keep_ratio=1.0)
+    assert reason in str(plan)
+    _, found = grads(model, images(), seed=1)
+    keepgrad.remove(model)
+    assert_same(found, grads(model, images(), seed=1)[1], rtol=1e-4, atol=1e-5)
+
+
+def test_the_activation_of_a_gate_keeps_its_parameters():
+    model = vit(mlp_layer=SwiGLU, act_layer=nn.PReLU)
+    plan = keepgrad.apply(model, keep_ratio=1.0)
+    assert "PReLU has parameters" in str(plan)
+    assert "blocks.0.mlp.act.weight" in grads(model, images())[1]
+
+
+def test_blocks_of_other_models_are_not_taken_for_a_vit():
+    with pytest.raises(NoSiteError):
+        keepgrad.plan(timm.create_model("pit_ti_224"), keep_ratio=0.5)
+
+
+def test_masks_follow_the_random_state_under_checkpointing_too():
+    model = vit()
+    model.set_grad_checkpointing()
+    keepgrad.apply(model, keep_ratio=0.5, mask="random")
+    assert_same(grads(model, images(), seed=1)[1], grads(model, images(), seed=1)[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduce", ["drop", "scaled", "fold", "pool"])
+@pytest.mark.parametrize("ratio", [0.5, 0.25])
+def test_gradients_vary_from_step_to_step_with_every_reduction(reduce, ratio):
+    model = convnext()
+    keepgrad.apply(model, keep_ratio=ratio, reduce=reduce)
+    found = {float(grads(model, images(64))[1]["stages.0.blocks.0.mlp.fc1.weight"].sum()) for _ in range(8)}
+    assert len(found) > 1
 
 
 def test_applying_twice_and_removing_twice():

@@ -3,7 +3,8 @@ import json
 import pytest
 import timm
 import torch
-from conftest import convnext, images, vit
+from conftest import convnext, vit
+from torch import nn
 
 import keepgrad
 from keepgrad.memory import saved_bytes
@@ -54,7 +55,10 @@ def test_branches_can_be_left_out():
 def test_paper_preset_covers_the_papers_layers():
     vit_plan = keepgrad.plan(timm.create_model("vit_tiny_patch16_224"), preset="paper")
     assert covered(vit_plan) == covered(vit_plan, "attention") == [f"blocks.{i}" for i in range(4, 12)]
-    assert {(s.keep_ratio, s.mask, s.reduce, s.method) for s in vit_plan.sites} == {(0.5, "grid", "drop", "qkv")}
+    assert {(s.keep_ratio, s.mask, s.reduce, s.method) for s in vit_plan.sites} == {
+        (0.5, "grid", "drop", "qkv"),
+        (0.5, "grid", "drop", ""),
+    }
     for name, third in (("convnext_tiny", 6), ("convnext_base", 21)):
         plan = keepgrad.plan(timm.create_model(name), preset="paper")
         blocks = {0: 3, 1: 3, 2: third}
@@ -86,11 +90,15 @@ def test_branches_that_cannot_be_reduced_are_listed_with_the_reason():
         {"keep_ratio": 0.5, "save": "input"},
         {"preset": "small"},
         {"preset": "accurate"},
+        {"keep_ratio": 0.5, "attention": "query"},
+        {"keep_ratio": 0.5, "attention": "head"},
+        {"keep_ratio": 0.5, "attention": "head", "save": "input"},
+        {"keep_ratio": 1.0, "attention": "head", "save": "input"},
     ],
 )
 @pytest.mark.parametrize("form", [{}, {"init_values": 0.5}])
 def test_expected_saving_is_what_is_measured(options, form):
-    model = vit(depth=1, img_size=64, patch_size=4, class_token=False, global_pool="avg", **form).blocks
+    model = vit(depth=1, img_size=64, patch_size=4, class_token=False, global_pool="avg", num_heads=4, **form).blocks
     x = torch.randn(4, 256, 24, requires_grad=True)
     plan = keepgrad.plan(model, **options)
     full = saved_bytes(lambda: model(x), model)
@@ -105,4 +113,11 @@ def test_convnext_expected_saving():
     plan = keepgrad.plan(model, keep_ratio=0.5)
     (site,) = {(s.saved / s.plain) for s in plan.sites}
     assert site == pytest.approx(5 * 0.5 / 11)
-    images(64)
+
+
+def test_two_models_in_one_have_stages_of_their_own():
+    both = nn.ModuleDict({"a": convnext(), "b": convnext()})
+    one = [(site.cell, site.name) for site in keepgrad.plan(convnext(), preset="paper").sites]
+    two = [(site.cell, site.name) for site in keepgrad.plan(both, keep_ratio=0.5, reduce="drop").sites]
+    assert [cell for cell, name in two if name.startswith("a")] == [cell for cell, name in two if name.startswith("b")]
+    assert max(cell for cell, _ in one) == 4

@@ -261,8 +261,9 @@ def test_layers_changed_after_apply_are_seen():
     hooked = []
     model.blocks[1].norm2.register_forward_hook(lambda *_: hooked.append(1))
     x = images(dtype=torch.float64)
-    y, found = grads(model, x)
-    assert hooked
+    with pytest.warns(UserWarning, match="LayerNorm has hooks"):
+        y, found = grads(model, x)
+    assert hooked == [1]
     keepgrad.remove(model)
     y_plain, wanted = grads(model, x)
     torch.testing.assert_close(y, y_plain)
@@ -271,13 +272,47 @@ def test_layers_changed_after_apply_are_seen():
     torch.testing.assert_close(grads(model, x)[0], y_plain)
 
 
+@pytest.mark.parametrize("trained", ["mlp.fc1.bias", "mlp.fc2", "attn.qkv.bias", "attn.q_norm", "attn.proj.bias"])
+@pytest.mark.parametrize("save", ["heavy", "input"])
+@pytest.mark.parametrize("method", ["qkv", "query", "head"])
+def test_a_single_trained_layer_in_a_frozen_model(trained, save, method):
+    model = vit(depth=1, qk_norm=True, proj_drop_rate=0.3).double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    x = images(dtype=torch.float64)
+    _, wanted = grads(model, x, seed=1)
+    for ratio in (1.0, 0.5):
+        keepgrad.apply(model, keep_ratio=ratio, save=save, attention=method)
+        _, found = grads(model, x, seed=1)
+        if ratio == 1:
+            assert_same(found, wanted)
+        assert found.keys() == wanted.keys()
+        keepgrad.remove(model)
+
+
+@pytest.mark.parametrize("method", ["qkv", "query", "head"])
+def test_a_frozen_projection_costs_less_with_every_method(method):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = vit()
+    keepgrad.apply(model, keep_ratio=0.5, attention=method)
+    counts = []
+    for trained in (True, False):
+        model.blocks[1].attn.qkv.weight.requires_grad_(trained)
+        with FlopCounterMode(display=False) as counter:
+            grads(model, images())
+        counts.append(counter.get_total_flops())
+    assert counts[1] < counts[0]
+
+
 def test_hooks_on_a_branch_fire():
     model = vit()
     keepgrad.apply(model, keep_ratio=0.5)
     seen = []
     model.blocks[0].attn.register_forward_hook(lambda *_: seen.append("attn"))
     model.blocks[0].mlp.register_forward_hook(lambda *_: seen.append("mlp"))
-    model(images())
+    with pytest.warns(UserWarning, match=r"blocks\.0 \((attention|mlp)\) now runs with full backprop: .* has hooks"):
+        model(images())
     assert seen == ["attn", "mlp"]
 
 

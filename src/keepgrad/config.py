@@ -48,8 +48,8 @@ class KeepConfig:
     Args:
         preset: "exact", "accurate", "balanced", "small" or "paper". With neither preset nor keep_ratio: "accurate".
         keep_ratio: the share of positions whose gradient is kept, in (0, 1]: a number; one for each of
-            `{"attention": ..., "mlp": ...}` (a branch left out keeps everything); a list with one per block; or a
-            function of block index and number of blocks.
+            `{"attention": ..., "mlp": ...}` (a branch left out keeps everything); a list with one per chosen block,
+            in the order of the blocks; or a function of the number of a chosen block and how many there are.
         mask: which positions: "grid", "random" or "block".
         reduce: what becomes of the rest: "drop", "scaled", "fold" or "pool"; the default is the architecture's.
         schedule: "uniform", or the ratio "increasing" or "decreasing" over the blocks around the same mean.
@@ -95,6 +95,8 @@ class KeepConfig:
             _one_of("save", self.save, SAVES)
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise ConfigError(f"seed={self.seed!r}: give a whole number or None")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63 - 2**32:
+            raise ConfigError(f"seed={self.seed!r} does not fit into 64 bits; give a smaller number")
         if self.layers is not None:
             parse_layers(self.layers)
         if isinstance(self.keep_ratio, Mapping):

@@ -9,11 +9,12 @@ Masks are drawn once a step and shared by all sites. The number they derive from
 stream at the first site and the stream is put back, so dropout and drop path draw what they would draw without
 keepgrad; when the step's forward ends the stream moves on by one number. So the masks are reproduced
 by whatever reproduces torch's random state. Where sites run outside the model's own forward (`forward_features`, a
-recomputed checkpoint), a site that comes a second time begins a new draw.
+recomputed checkpoint), a site that comes a second time begins a new draw, of the random state and a count.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from .adapters import Block, Unsupported
 from .config import KeepConfig
 from .errors import AlreadyAppliedError, InputError, NotAppliedError
+from .ops.branch import AttentionBranch
 from .plan import Plan, Site, config_from, make_plan
 from .sampling import Grid, Kept, hashed, sample, slot_count
 
@@ -148,6 +150,7 @@ class _Shared:
     def begin(self) -> None:
         self.draw = None
         self.in_root = True
+        self.redraws = 0
 
     def end(self) -> None:
         self.in_root = False
@@ -181,12 +184,10 @@ class _Shared:
     def kept(self, site: Site, batch: int, grid: Grid, device: torch.device) -> Kept | None:
         """The slots of a site."""
         draw = self.draw_for(site, device)
-        # Attention is renormalised over what is kept, which leaves no scale to put right.
-        reduce = "drop" if site.reduce == "scaled" and site.kind == "attention" else site.reduce
-        key = (batch, grid, site.keep_ratio, site.mask, reduce)
+        key = (batch, grid, site.keep_ratio, site.mask, site.reduce)
         if key not in draw.kept:
             try:
-                draw.kept[key] = sample(draw.step_seed, batch, grid, site.keep_ratio, site.mask, reduce)
+                draw.kept[key] = sample(draw.step_seed, batch, grid, site.keep_ratio, site.mask, site.reduce)
             except InputError as error:
                 raise InputError(f"{site.name} ({site.kind}): {error}") from None
         return draw.kept[key]
@@ -239,13 +240,17 @@ class _BlockForward(_Patch):
             return own(x)
         try:
             branch = self.block.adapter.branch(self.module, kind, **options)
-        except Unsupported:
+        except Unsupported as why:
             # The block was changed after `apply` into something that has no site.
+            if not torch.compiler.is_compiling():
+                warnings.warn(f"keepgrad: {site.name} ({kind}) now runs with full backprop: {why}", stacklevel=2)
             return own(x)
-        kept = heads = None
-        if site.keep_ratio < 1:
-            if kind == "attention" and site.method == "head":
-                heads = self.shared.heads(site, branch.heads, x.device)  # type: ignore[attr-defined]
-            else:
-                kept = self.shared.kept(site, x.shape[0], Grid(*grid, prefix, site.cell), x.device)
-        return branch.run(x, kept, site.save, residual, site.method, heads)
+        if site.keep_ratio == 1:
+            kept = heads = None
+        elif site.method == "head":
+            kept, heads = None, self.shared.heads(site, branch.heads, x.device)  # type: ignore[union-attr]
+        else:
+            kept, heads = self.shared.kept(site, x.shape[0], Grid(*grid, prefix, site.cell), x.device), None
+        if isinstance(branch, AttentionBranch):
+            return branch.run(x, kept, site.save, residual, site.method, heads)
+        return branch.run(x, kept, site.save, residual)

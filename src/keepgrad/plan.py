@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from .adapters import Block, Unsupported, find_blocks
 from .config import KeepConfig, Settings, check_number
 from .errors import ConfigError, NoSiteError
+from .ops.branch import AttentionBranch
 from .schedule import choose, ratios
 
 __all__ = ["Plan", "Site", "config_from", "make_plan"]
@@ -58,8 +60,7 @@ class Plan:
         for site in self.sites:
             share = f"{site.saved / site.plain:.2f}x" if site.plain else "-"
             ratio = f"{site.keep_ratio:.4g}"
-            method = site.method if site.kind == "attention" else "-"
-            rows.append((site.name, site.kind, ratio, site.mask, site.reduce, method, site.save, share))
+            rows.append((site.name, site.kind, ratio, site.mask, site.reduce, site.method or "-", site.save, share))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         plain, saved = sum(s.plain for s in self.sites), sum(s.saved for s in self.sites)
@@ -123,8 +124,14 @@ def _check_used(settings: Settings, kinds: set[str], model: str) -> None:
         "attention": "attention" in settings.given and settings.attention != "off",
         "downsample": "downsample" in settings.given and settings.downsample,
     }
-    if "keep_ratio" in settings.given and isinstance(settings.keep_ratio, dict):
-        asked["attention"] |= "attention" in settings.keep_ratio
+    switches = _switches(settings)
+    for option in ("keep_ratio", "save"):
+        value = getattr(settings, option)
+        if option in settings.given and isinstance(value, Mapping):
+            asked["attention"] |= "attention" in value
+            off = [kind for kind in value if not switches[kind]]
+            if off:
+                raise ConfigError(f"{option} sets {off[0]!r}, which is switched off; leave one of the two out")
     for kind, is_asked in asked.items():
         if is_asked and kind not in kinds:
             raise ConfigError(f"{model} has no {kind} branch to set; leave that option out")
@@ -161,21 +168,17 @@ def _ratios(settings: Settings, kinds: set[str], chosen: list[Block]) -> dict[st
 
 def _site(block: Block, kind: str, ratio: float, settings: Settings, cell: int) -> Site:
     branch = block.adapter.branch(block.module, kind)
-    method, save = settings.attention, settings.save_of(kind)
-    plain, saved = branch.saved_width(ratio, save, method)
-    return Site(
-        name=block.name,
-        kind=kind,
-        index=block.index,
-        keep_ratio=ratio,
-        mask=settings.mask,
-        reduce=settings.reduce or block.adapter.default_reduce,
-        method=method,
-        save=save,
-        cell=cell,
-        plain=plain,
-        saved=saved,
-    )
+    method, save = "", settings.save_of(kind)
+    reduce = settings.reduce or block.adapter.default_reduce
+    if isinstance(branch, AttentionBranch):
+        method = settings.attention
+        plain, saved = branch.saved_width(ratio, save, method)
+        if reduce == "scaled" or method == "head":
+            # Attention is renormalised over what is kept, which leaves no scale to put right; heads have no neighbours.
+            reduce = "drop"
+    else:
+        plain, saved = branch.saved_width(ratio, save)
+    return Site(block.name, kind, block.index, ratio, settings.mask, reduce, method, save, cell, plain, saved)
 
 
 def config_from(config: KeepConfig | None, options: dict[str, Any]) -> KeepConfig:

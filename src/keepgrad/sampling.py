@@ -4,9 +4,9 @@ A mask is an order of the positions, cut into as many runs as there are slots. T
 one of them is picked:
 
 - `grid`: the order follows bands of two rows, column by column, turning at the end of each band, so that neighbours in
-  the order are neighbours in the image: runs of 2 are vertical pairs, of 4 are 2x2 tiles, of 8 are 2x4 tiles. The
-  same member is picked in every group; pairs alternate, which makes the paper's checkerboard
-  `(row + col) % 2 == phase`. The phase is random.
+  the order are neighbours in the image: runs of 2 are pairs, of 4 are 2x2 tiles, of 8 are 2x4 tiles. Whether bands are
+  of rows or of columns and where the runs begin is random, and so is which member is picked, the same in every group.
+  Pairs alternate, which makes the paper's checkerboard `(row + col) % 2 == phase` where they tile the map.
 - `random`: a random order; the first member of each run is picked.
 - `block`: the kept positions are one contiguous piece of the grid order, beginning anywhere.
 
@@ -137,7 +137,13 @@ def slot_count(positions: int, keep_ratio: float) -> int:
 
 
 def kept_indices(grid: Grid, keep_ratio: float, mask: str = "grid", seed: int = 0) -> Tensor:
-    """The kept positions of one draw, as a sorted index tensor for `keepgrad.sbp`."""
+    """The kept positions of one draw, as a sorted index tensor for `keepgrad.sbp`.
+
+    Raises:
+        InputError: if an argument is not one of those `sample` takes, or the grid is smaller than a group.
+    """
+    if mask not in MASKS or not 0 < keep_ratio <= 1:
+        raise InputError(f"mask={mask!r}, keep_ratio={keep_ratio!r}: give one of {MASKS} and a number in (0, 1]")
     kept = sample(torch.tensor(seed), 1, grid, keep_ratio, mask, "drop")
     picked = torch.arange(grid.prefix + grid.height * grid.width) if kept is None else kept.picked
     return picked.sort().values
@@ -214,11 +220,9 @@ def _grouping(seed: Tensor, height: int, width: int, slots: int, mask: str) -> t
         order = hashed(seed, 1, count).argsort()
         return order, starts, order[starts]
 
+    phase, shift, turned = hashed(seed, 2, 3).unbind()
     row, col = rank // width, rank % width
-    band = row // 2
-    along = torch.where(band % 2 == 0, col, width - 1 - col)
-    order = (band * 2 * width + along * 2 + row % 2).argsort()
-    phase, shift = hashed(seed, 2, 2).unbind()
+    order = torch.where(turned % 2 == 0, _bands(row, col, width), _bands(col, row, height))
     if mask == "block":
         # Member j of group i is the (i + j * slots)-th position of the turned order.
         order = order[(rank + shift) % count]
@@ -229,14 +233,21 @@ def _grouping(seed: Tensor, height: int, width: int, slots: int, mask: str) -> t
         starts = index * (count // slots) + index.clamp(max=larger)
         return order, starts, order[starts]
 
-    if count % slots:
-        # Groups of two sizes: turn the order, so that every position is as likely to be in a large group.
-        order = order[(rank + shift) % count]
+    # Groups of two sizes begin anywhere, so that every position is as likely to be in a large group. Groups of one
+    # size begin at the end of a band, so that they stay tiles.
+    order = order[(rank + (shift if count % slots else shift // 2 * 2)) % count]
     size = torch.diff(starts, append=starts.new_full((1,), count))
     first = order[starts]
     alternate = first // width + first % width
     member = (phase + torch.where(size == 2, alternate, 0)) % size
     return order, starts, order[starts + member]
+
+
+def _bands(row: Tensor, col: Tensor, width: int) -> Tensor:
+    """The positions in bands of two rows, column by column, every other band backwards."""
+    band = row // 2
+    along = torch.where(band % 2 == 0, col, width - 1 - col)
+    return (band * 2 * width + along * 2 + row % 2).argsort()
 
 
 def _enlarge(picked: Tensor, width: int, cell: int) -> Tensor:

@@ -25,7 +25,7 @@ def ratios(keep_ratio: Ratio, schedule: str, blocks: int) -> list[float]:
         ConfigError: if a list has another length than there are blocks.
     """
     if callable(keep_ratio):
-        return [float(keep_ratio(i, blocks)) for i in range(blocks)]
+        return [keep_ratio(i, blocks) for i in range(blocks)]
     if isinstance(keep_ratio, Sequence):
         if len(keep_ratio) != blocks:
             raise ConfigError(f"keep_ratio lists {len(keep_ratio)} ratios, but {blocks} blocks are chosen: one each")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ..ops.branch import Branch
+from ..ops.branch import AttentionBranch, Branch
 
 __all__ = ["Adapter", "Block", "RunBranch", "Unsupported", "find_blocks"]
 
@@ -43,16 +43,15 @@ class RunBranch(Protocol):
 class Adapter(Protocol):
     """What keepgrad has to know of one kind of block. Used as a class, never instantiated."""
 
-    family: str
-    """The architecture: settings left to it are looked up by this name."""
     default_reduce: str
+    """The reduction where the user names none."""
 
     @staticmethod
     def find(model: nn.Module) -> list[Block]:
         """The blocks of this kind in `model`."""
 
     @staticmethod
-    def branch(module: Any, kind: str, **options: Any) -> Branch:
+    def branch(module: Any, kind: str, **options: Any) -> Branch | AttentionBranch:
         """The branch as it is now. Raises Unsupported with the reason."""
 
     @staticmethod
@@ -69,7 +68,8 @@ class Block:
     """A module that holds sites.
 
     `index` counts the blocks; a downsampling layer has the index of the block behind it. `stage` counts
-    the resolutions of a pyramid and `stride` is that resolution's, relative to the first stage.
+    the resolutions of a pyramid and `stride` is that resolution's, relative to the first stage. `patch_embed` and
+    `prefix` say where the tokens of a transformer come from.
     """
 
     name: str
@@ -79,7 +79,8 @@ class Block:
     index: int = 0
     stage: int = 0
     stride: int = 1
-    owner: nn.Module | None = None
+    patch_embed: nn.Module | None = None
+    prefix: int = 0
 
 
 def find_blocks(model: nn.Module) -> list[Block]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,22 +10,30 @@ from torch import Tensor, nn
 from ..ops.stages import Link, Opaque, Pointwise, linear, noise, pointwise
 from . import Unsupported
 
-__all__ = ["callable_of", "is_plain", "links_of", "opaque", "weight_and_bias"]
+__all__ = ["has_hooks", "is_plain", "links_of", "opaque", "weight_and_bias"]
 
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+RANDOM = (*DROPOUTS, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
+OVER_POSITIONS = (
+    nn.modules.batchnorm._NormBase,
+    nn.GroupNorm,
+    nn.modules.conv._ConvNd,
+    nn.modules.pooling._AvgPoolNd,
+    nn.modules.pooling._MaxPoolNd,
+)
 
 
 def is_plain(module: nn.Module, *classes: type[nn.Module]) -> bool:
     """Whether calling the module does just what the forward of one of these classes does: no hooks, no override."""
     if "forward" in vars(module) or not any(type(module).forward is known.forward for known in classes):
         return False
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
+    return not has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
-    return not any(hooks)
 
 
 def weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None] | None:
@@ -44,7 +51,7 @@ def links_of(module: Any) -> list[Link]:
     """A position-wise module as stages.
 
     Raises:
-        Unsupported: if the module draws random numbers in a way that cannot be redone.
+        Unsupported: if the module is no function of each row alone, or cannot be done again.
     """
     if is_plain(module, nn.Identity):
         return []
@@ -53,27 +60,35 @@ def links_of(module: Any) -> list[Link]:
     layer = weight_and_bias(module)
     if layer is not None:
         return [linear(layer)]
-    if getattr(module, "inplace", False):
-        raise Unsupported(f"{type(module).__name__} works in place; build it with inplace=False")
-    for inner in module.modules():
-        if isinstance(inner, DROPOUTS) and inner.training and inner.p > 0:
-            raise Unsupported(f"{type(module).__name__} draws dropout inside a module that keepgrad does not know")
     return [opaque(module)]
 
 
-def callable_of(module: nn.Module) -> Callable[..., Tensor]:
-    """The module as a function: its bare forward if calling it does nothing else."""
-    return module.forward if is_plain(module, type(module)) else module
+def _refuse(module: nn.Module) -> None:
+    """Raise Unsupported for what is no function of each row alone, or cannot be done again."""
+    for inner in module.modules():
+        kind = type(inner).__name__
+        if has_hooks(inner):
+            raise Unsupported(f"{kind} has hooks, which expect to see every position once")
+        if getattr(inner, "inplace", False):
+            raise Unsupported(f"{kind} works in place; build it with inplace=False")
+        if isinstance(inner, OVER_POSITIONS):
+            raise Unsupported(f"{kind} works over positions or samples")
+        if isinstance(inner, RANDOM) and inner.training:
+            raise Unsupported(f"{kind} draws random numbers inside a module that keepgrad does not know")
 
 
 def opaque(module: nn.Module) -> Link:
-    """Any position-wise module on rows, redone in backward with its hooks and whatever else it does.
+    """Any position-wise module on rows, redone in backward with whatever it does.
 
     It counts as heavy if it has a matrix, else as cheap (a custom activation or norm).
+
+    Raises:
+        Unsupported: if the module is no function of each row alone, or cannot be done again.
     """
+    _refuse(module)
     named = dict(module.named_parameters())
     if not named:
-        return pointwise(callable_of(module))
+        return pointwise(module.forward)
     names, tensors = tuple(named), tuple(named.values())
 
     def fn(x: Tensor, *tensors: Tensor) -> Tensor:

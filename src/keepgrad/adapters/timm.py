@@ -30,7 +30,7 @@ def _norm(module: Any) -> list[Link]:
             return [pointwise(norm, module.weight, module.bias)]
         if generic.is_plain(module, tl.RmsNorm, tl.RmsNorm2d):
             return [pointwise(_Norm(F.rms_norm, tuple(module.normalized_shape), module.eps), module.weight)]
-    if type(module).__name__.endswith("2d"):
+    if generic.is_plain(module, tl.LayerNorm2d, tl.RmsNorm2d, tl.SimpleNorm2d, tl.LayerNorm2dFp32):
         return [_rows_of_map(module)]
     return generic.links_of(module)
 
@@ -89,7 +89,10 @@ def _scale(module: Any) -> Tensor | None:
 
 def _gate(act: nn.Module, act_first: bool) -> Pointwise:
     """Two halves of the channels, one of them through the activation, multiplied."""
-    activate = generic.callable_of(act)
+    stage, tensors = generic.opaque(act)
+    if tensors or not isinstance(stage, Pointwise):
+        raise Unsupported(f"{type(act).__name__} has parameters, in a gate")
+    activate = stage.fn
 
     def fn(x: Tensor) -> Tensor:
         a, b = x.chunk(2, dim=-1)
@@ -120,31 +123,33 @@ def _mlp(mlp: Any) -> tuple[list[Link], list[Link], nn.Module]:
 class VisionTransformerBlock(Adapter):
     """`timm.models.vision_transformer.Block`: ViT, DeiT and their kin."""
 
-    family = "vit"
     default_reduce = "fold"
 
     @staticmethod
     def find(model: nn.Module) -> list[Block]:
-        owners = {
-            id(block): module
-            for module in model.modules()
-            if isinstance(module, tv.VisionTransformer)
-            for block in module.blocks
+        # Blocks alone have no prefix tokens, unless the model they are part of is known to have some.
+        bare = type(model) in (tv.Block, nn.Sequential)
+        tokens: dict[nn.Module, tuple[Any, int]] = {
+            block: (owner.patch_embed, owner.num_prefix_tokens)
+            for owner in model.modules()
+            if isinstance(owner, tv.VisionTransformer)
+            for block in owner.blocks
         }
-        found: list[Block] = []
+        found = []
         for name, module in model.named_modules():
-            if type(module).forward is tv.Block.forward:
-                owner = owners.get(id(module))
-                block = Block(name, module, VisionTransformerBlock, ("attention", "mlp"), len(found), owner=owner)
+            if type(module).forward is tv.Block.forward and (bare or module in tokens):
+                patch_embed, prefix = tokens.get(module, (None, 0))
+                block = Block(name, module, VisionTransformerBlock, ("attention", "mlp"))
+                block.patch_embed, block.prefix = patch_embed, prefix
                 found.append(block)
         return found
 
     @staticmethod
-    def branch(module: Any, kind: str, **options: Any) -> Branch:
+    def branch(module: Any, kind: str, **options: Any) -> Branch | AttentionBranch:
         if kind == "mlp":
             hidden, last, dropout = _mlp(module.mlp)
             tail = _tail(last, dropout, _scale(module.ls2), module.drop_path2)
-            return Branch([*_norm(module.norm2), *hidden, *tail])
+            return Branch([*_norm(module.norm2), *hidden, *tail], module.attn.proj.out_features)
         attn = module.attn
         if not generic.is_plain(attn, tl.Attention):
             raise Unsupported(f"{type(attn).__name__} is not timm's Attention, or has hooks")
@@ -154,9 +159,9 @@ class VisionTransformerBlock(Adapter):
         tail = _tail(generic.links_of(attn.proj), attn.proj_drop, _scale(module.ls1), module.drop_path1)
         q_norm, k_norm = (next(iter(_norm(norm)), None) for norm in (attn.q_norm, attn.k_norm))
         return AttentionBranch(
-            links=(),
             before=_norm(module.norm1),
             heads=attn.num_heads,
+            width=attn.proj.out_features,
             projection=projection,
             after=[*(_norm(attn.norm) if hasattr(attn, "norm") else []), *tail],
             q_norm=q_norm,
@@ -170,7 +175,7 @@ class VisionTransformerBlock(Adapter):
         block: Block, run: RunBranch, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         module: Any = block.module
-        grid, prefix = VisionTransformerBlock._grid(block.owner, x.shape[1])
+        grid, prefix = VisionTransformerBlock._grid(block.patch_embed, x.shape[1] - block.prefix), block.prefix
         options = {"attn_mask": attn_mask, "is_causal": is_causal}
 
         def attention(x: Tensor) -> Tensor:
@@ -183,23 +188,19 @@ class VisionTransformerBlock(Adapter):
         return run("mlp", x, grid, prefix, mlp, residual=x)
 
     @staticmethod
-    def _grid(owner: Any, tokens: int) -> tuple[tuple[int, int], int]:
-        """Height and width of the patches, and the prefix tokens before them.
+    def _grid(patch_embed: Any, count: int) -> tuple[int, int]:
+        """Height and width of the patches.
 
-        Where the number of tokens is not that of the model's own grid (another image size, patch dropout), a grid of
+        Where their number is not that of the model's own grid (another image size, patch dropout), a grid of
         the same aspect is taken if there is one, else a single row.
         """
-        prefix = 0 if owner is None else int(owner.num_prefix_tokens)
-        count = tokens - prefix
-        if owner is not None:
-            height, width = owner.patch_embed.grid_size
-            if height * width == count:
-                return (height, width), prefix
+        if patch_embed is not None:
+            height, width = patch_embed.grid_size
             scale = (count / (height * width)) ** 0.5
             tall, wide = round(height * scale), round(width * scale)
             if tall * wide == count:
-                return (tall, wide), prefix
-        return (1, count), prefix
+                return tall, wide
+        return 1, count
 
     @staticmethod
     def paper_layers(blocks: Sequence[Block]) -> set[int]:
@@ -214,15 +215,16 @@ class ConvNeXtBlock(Adapter):
     The depthwise convolution mixes positions and stays with autograd; the branch is what follows it.
     """
 
-    family = "convnext"
     default_reduce = "pool"
 
     @staticmethod
     def find(model: nn.Module) -> list[Block]:
         found: list[Block] = []
-        index, stage, stride = 0, -1, 1
+        index, stage, stride, parent = 0, -1, 1, None
         for name, module in model.named_modules():
             if isinstance(module, tc.ConvNeXtStage):
+                if name.rpartition(".")[0] != parent:  # the stages of another model
+                    stage, stride, parent = -1, 1, name.rpartition(".")[0]
                 stage += 1
                 if isinstance(module.downsample, nn.Sequential):
                     conv: Any = module.downsample[1]
@@ -248,7 +250,7 @@ class ConvNeXtBlock(Adapter):
     def branch(module: Any, kind: str, **options: Any) -> Branch:
         hidden, last, dropout = _mlp(module.mlp)
         tail = _tail(last, dropout, module.gamma, module.drop_path)
-        return Branch([*_norm(module.norm), *hidden, *tail])
+        return Branch([*_norm(module.norm), *hidden, *tail], module.conv_dw.out_channels)
 
     @staticmethod
     def forward(block: Block, run: RunBranch, x: Tensor) -> Tensor:
@@ -306,7 +308,7 @@ class ConvNeXtDownsample(ConvNeXtBlock):
             return fn(x.unflatten(-1, (-1, channels)).flatten(1, 2), *tensors).view(x.shape)
 
         weight = conv.weight.permute(0, 2, 3, 1).flatten(1)
-        return Branch([(Pointwise(per_pixel), tensors), linear((weight, conv.bias))])
+        return Branch([(Pointwise(per_pixel), tensors), linear((weight, conv.bias))], weight.shape[1])
 
     @staticmethod
     def forward(block: Block, run: RunBranch, x: Tensor) -> Tensor:

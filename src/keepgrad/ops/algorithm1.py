@@ -29,6 +29,9 @@ def sbp(f: Callable[[Tensor], Tensor], x: Tensor, kept: Tensor, dim: int = 1) ->
     Raises:
         InputError: if `kept` does not fit `x`, or if `f` changes the number of positions.
     """
+    if not isinstance(kept, Tensor) or not -x.dim() <= dim < x.dim():
+        raise InputError(f"kept is a {type(kept).__name__} and dim is {dim}; give a tensor, and a dimension of x")
+    dim %= x.dim()
     positions = x.shape[dim]
     keep = _mask(kept, positions, dim)
     index_kept, index_dropped = keep.nonzero().squeeze(1), (~keep).nonzero().squeeze(1)

@@ -55,7 +55,7 @@ class SelfAttention(Stage):
     def reads_all(self) -> bool:  # type: ignore[override]
         return self.method != "qkv"
 
-    def core(self, qkv: tuple[Tensor, ...], norms: Tensors, key_bias: Tensor | None = None, **sdpa: object) -> Tensor:
+    def core(self, qkv: tuple[Tensor, ...], norms: Tensors, key_bias: Tensor | None = None) -> Tensor:
         """Attention of q, k, v, each `[batch, n, heads, dim]`, to `[batch, n, heads * dim]`."""
         q, k, v = (rows.transpose(1, 2) for rows in qkv)
         q_count = self.counts[1]
@@ -63,10 +63,8 @@ class SelfAttention(Stage):
             q = self.q_norm(q, *norms[:q_count])
         if self.k_norm:
             k = self.k_norm(k, *norms[q_count:])
-        if key_bias is not None:
-            sdpa["attn_mask"] = key_bias.expand(1, 1, 1, -1)
-        out = F.scaled_dot_product_attention(q, k, v, **sdpa)  # type: ignore[arg-type]
-        return out.transpose(1, 2).flatten(2)
+        mask = None if key_bias is None else key_bias.expand(1, 1, 1, -1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
         return qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)
@@ -164,16 +162,15 @@ class SelfAttention(Stage):
             dq, (dkv, *d_norms) = pull_core(grad)
             assert dq is not None
             assert dkv is not None
-            weight, bias = self._fused(tensors)
             queries, others = slice(0, dq.shape[-1]), slice(dq.shape[-1], None)
             rows_q = None if x is None else kept.gather(x)
-            dx_q, found_q = _part_backward(weight, bias, queries, rows_q, dq, need_input)
-            dx, found_kv = _part_backward(weight, bias, others, x, dkv, need_input)
+            dx_q, found_q = self._project_back(tensors, needs, queries, rows_q, dq, need_input)
+            dx, found_kv = self._project_back(tensors, needs, others, x, dkv, need_input)
             if dx_q is not None:
                 dx = kept.give_back(dx_q, dx)
             pairs = zip(found_q, found_kv, strict=True)
-            found = [None if a is None or b is None else torch.cat([a, b]) for a, b in pairs]
-            return dx, (*self._unfused(found, needs), *d_norms)
+            found = (None if a is None or b is None else torch.cat([a, b]) for a, b in pairs)
+            return dx, (*found, *d_norms)
 
         return out, pull
 
@@ -193,36 +190,34 @@ class SelfAttention(Stage):
             grad = grad.unflatten(-1, (self.heads, -1)).index_select(2, heads).flatten(2)
             d_qkv, d_norms = pull_core(grad)
             assert d_qkv is not None
-            weight, bias = self._fused(tensors)
-            rows = torch.arange(weight.shape[0], device=weight.device).view(3, self.heads, -1)
-            rows = rows.index_select(1, heads).flatten()
-            dx, found = _part_backward(weight, bias, rows, x, d_qkv.flatten(2), need_input)
-            full = [None if g is None else g.new_zeros(len(weight), *g.shape[1:]).index_copy(0, rows, g) for g in found]
-            return dx, (*self._unfused(full, needs), *d_norms, None)
+            width = sum(self.projection.outs)
+            part = torch.arange(width, device=grad.device).view(3, self.heads, -1).index_select(1, heads).flatten()
+            dx, found = self._project_back(tensors, needs, part, x, d_qkv.flatten(2), need_input)
+            full = (None if g is None else g.new_zeros(width, *g.shape[1:]).index_copy(0, part, g) for g in found)
+            return dx, (*full, *d_norms, None)
 
         return None, pull
 
-    def _fused(self, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias that project to q, k and v at once."""
-        layers = self.projection.layers(tensors)
-        if len(layers) == 1:
-            return layers[0]
-        weights, biases = zip(*layers, strict=True)
-        return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
-
-    def _unfused(self, found: list[Tensor | None], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-        """Gradients of `_fused` as those of the projection's own tensors, where needed."""
-        dw, db = (*found, None)[:2]
-        parts: list[Tensor | None] = []
-        sizes = list(self.projection.outs)
-        dws = [None] * len(sizes) if dw is None else dw.split(sizes)
-        dbs = [None] * len(sizes) if db is None else db.split(sizes)
-        for w, b, has_bias in zip(dws, dbs, self.projection.biases, strict=True):
-            parts += [w, b] if has_bias else [w]
-        return tuple(p if need else None for p, need in zip(parts, needs, strict=False))
+    def _project_back(
+        self,
+        tensors: Tensors,
+        needs: tuple[bool, ...],
+        part: slice | Tensor,
+        x: Tensor | None,
+        grad: Tensor,
+        need_input: bool,
+    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        """The backward of some output channels of the projection."""
+        given = tuple(t[part] for t in self.split_tensors(tensors)[0])
+        layer = Linear((grad.shape[-1],), self.projection.biases)
+        return layer.backward(x, given, self.split_tensors(needs)[0], grad, need_input)
 
     def needs_input(self, needs: tuple[bool, ...], redo: bool) -> bool:
         return redo or self.projection.needs_input(self.split_tensors(needs)[0], redo)
+
+    @property
+    def writes_all(self) -> bool:  # type: ignore[override]
+        return self.method == "head"
 
     def redoable(self, reduced: bool) -> bool:
         return not reduced and self.method != "head"
@@ -234,17 +229,9 @@ class SelfAttention(Stage):
         normed = 2 * self.width(width) if self.q_norm else 0
         return width + sum(self.projection.outs) + normed
 
-    def extra_width(self, width: int) -> int:
-        return sum(self.projection.outs)
-
-
-def _part_backward(
-    weight: Tensor, bias: Tensor | None, part: slice | Tensor, x: Tensor | None, grad: Tensor, need_input: bool
-) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-    """The backward of some output channels of a linear layer; no gradient of the weight without its input."""
-    given = (weight[part],) if bias is None else (weight[part], bias[part])
-    layer = Linear((grad.shape[-1],), (bias is not None,))
-    return layer.backward(x, given, (x is not None, True)[: len(given)], grad, need_input)
+    def extra_width(self, width: int, keep_ratio: float) -> float:
+        share = (keep_ratio + 2) / 3 if self.method == "query" else keep_ratio
+        return sum(self.projection.outs) * share
 
 
 def self_attention(

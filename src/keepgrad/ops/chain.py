@@ -104,7 +104,8 @@ class _Spec:
         return found
 
     def keeps_extras(self, i: int) -> bool:
-        return i >= self.first and (self.save == "heavy" or not self.stages[i].heavy)
+        """Whether stage `i` saves what it needs besides its input: noise always, because it cannot be redone."""
+        return not self.stages[i].heavy or (i >= self.first and self.save == "heavy")
 
     def kept_at(self, i: int, kept: Kept | None) -> Kept | None:
         """The slots of the value before stage `i`."""
@@ -213,6 +214,8 @@ def _redo(
         needed[i] = reads or needed[i + 1]
     pulls = {}
     for i in range(start, end):
+        if i < spec.first and not needed[i + 1]:
+            continue
         value, pulls[i] = spec.stages[i].vjp(
             value,
             tensors[i],
@@ -235,10 +238,10 @@ def saved_width(stages: Sequence[Stage], width: int, keep_ratio: float, save: st
     for i, stage in enumerate(stages):
         plain += stage.saved_width(widths[-1])
         if spec.keeps_extras(i):
-            ours += stage.extra_width(widths[-1]) * keep_ratio
+            ours += stage.extra_width(widths[-1], keep_ratio)
         widths.append(stage.width(widths[-1]))
     for i, (saves, size) in enumerate(zip(spec.saves(), widths, strict=True)):
         if saves:
-            reads_all = any(stage.reads_all for stage in stages[i:])
-            ours += size * (1.0 if reads_all else keep_ratio)
+            whole = any(stage.reads_all for stage in stages[i:]) or any(stage.writes_all for stage in stages[:i])
+            ours += size * (1.0 if whole else keep_ratio)
     return plain, ours

@@ -43,6 +43,8 @@ class Stage:
     """Whether redoing this stage in backward costs about as much as its backward itself."""
     reads_all = False
     """Whether backward needs the input of every position, not of the slots alone."""
+    writes_all = False
+    """Whether what follows is not reduced to slots either."""
 
     def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
         """The output for all rows, and what to save for `vjp` besides inputs and outputs (if `keep_extras`)."""
@@ -77,9 +79,9 @@ class Stage:
         """How many channels a position plain autograd saves for this stage, its output not counted."""
         return width
 
-    def extra_width(self, width: int) -> int:
+    def extra_width(self, width: int, keep_ratio: float) -> float:
         """How many channels a position `forward` returns as extras."""
-        return 0
+        return 0.0
 
 
 Link = tuple[Stage, Tensors]
@@ -272,10 +274,10 @@ class Noise(Stage):
         return False
 
     def saved_width(self, width: int) -> int:
-        return self.extra_width(width)
-
-    def extra_width(self, width: int) -> int:
         return 0 if self.per_sample else width
+
+    def extra_width(self, width: int, keep_ratio: float) -> float:
+        return self.saved_width(width) * keep_ratio
 
 
 def _times(rows: Tensor, scale: Tensor | None) -> Tensor:
