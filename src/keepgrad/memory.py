@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from ._torch import TorchDispatchMode, tree_leaves
 
 __all__ = ["peak_bytes", "saved_bytes"]
 

@@ -245,12 +245,12 @@ class _BlockForward(_Patch):
             if not torch.compiler.is_compiling():
                 warnings.warn(f"keepgrad: {site.name} ({kind}) now runs with full backprop: {why}", stacklevel=2)
             return own(x)
-        if site.keep_ratio == 1:
-            kept = heads = None
-        elif site.method == "head":
-            kept, heads = None, self.shared.heads(site, branch.heads, x.device)  # type: ignore[union-attr]
-        else:
-            kept, heads = self.shared.kept(site, x.shape[0], Grid(*grid, prefix, site.cell), x.device), None
+        kept = heads = None
+        if site.keep_ratio < 1:
+            if isinstance(branch, AttentionBranch) and site.method == "head":
+                heads = self.shared.heads(site, branch.heads, x.device)
+            else:
+                kept = self.shared.kept(site, x.shape[0], Grid(*grid, prefix, site.cell), x.device)
         if isinstance(branch, AttentionBranch):
             return branch.run(x, kept, site.save, residual, site.method, heads)
         return branch.run(x, kept, site.save, residual)

@@ -7,19 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch import has_hooks
 from ..ops.stages import Link, Opaque, Pointwise, linear, noise, pointwise
 from . import Unsupported
 
-__all__ = ["has_hooks", "is_plain", "links_of", "opaque", "weight_and_bias"]
+__all__ = ["is_plain", "links_of", "opaque", "weight_and_bias"]
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 RANDOM = (*DROPOUTS, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
 OVER_POSITIONS = (
-    nn.modules.batchnorm._NormBase,
-    nn.GroupNorm,
-    nn.modules.conv._ConvNd,
-    nn.modules.pooling._AvgPoolNd,
-    nn.modules.pooling._MaxPoolNd,
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.Conv1d, nn.Conv2d, nn.Conv3d),
 )
 
 
@@ -28,12 +26,6 @@ def is_plain(module: nn.Module, *classes: type[nn.Module]) -> bool:
     if "forward" in vars(module) or not any(type(module).forward is known.forward for known in classes):
         return False
     return not has_hooks(module)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 def weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None] | None:
@@ -73,7 +65,7 @@ def _refuse(module: nn.Module) -> None:
             raise Unsupported(f"{kind} works in place; build it with inplace=False")
         if isinstance(inner, OVER_POSITIONS):
             raise Unsupported(f"{kind} works over positions or samples")
-        if isinstance(inner, RANDOM) and inner.training:
+        if isinstance(inner, RANDOM) and inner.training and getattr(inner, "p", 1) > 0:
             raise Unsupported(f"{kind} draws random numbers inside a module that keepgrad does not know")
 
 
