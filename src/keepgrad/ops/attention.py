@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..sampling import Kept
-from .stages import Linear, Link, Pull, Stage, Tensors, partial_vjp
+from .stages import Linear, Link, Point, Pull, Stage, Tensors, partial_vjp
 
 __all__ = ["METHODS", "SelfAttention", "self_attention"]
 
@@ -93,38 +93,22 @@ class SelfAttention(Stage):
         width = qkv.shape[-1] // 3
         return kept.gather(qkv[..., :width]), qkv[..., width:].contiguous()
 
-    def vjp(
-        self,
-        x: Tensor | None,
-        tensors: Tensors,
-        needs: tuple[bool, ...],
-        extras: Tensors,
-        kept: Kept | None,
-        need_output: bool,
-        need_input: bool,
-    ) -> tuple[Tensor | None, Pull]:
+    def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
+        extras = at.extras
         if not extras:
-            assert x is not None
-            qkv = self.projection.apply(x, self.split_tensors(tensors)[0])
-            extras = (qkv,) if self.method == "qkv" else self._rows(qkv, tensors, kept)
+            assert at.x is not None
+            qkv = self.projection.apply(at.x, self.split_tensors(at.tensors)[0])
+            extras = (qkv,) if self.method == "qkv" else self._rows(qkv, at.tensors, at.kept)
         if self.method == "head":
-            return self._vjp_heads(x, tensors, needs, extras[0], need_input)
-        if self.method == "query" and kept is not None:
-            return self._vjp_queries(x, tensors, needs, extras, kept, need_input)
-        return self._vjp_rows(x, tensors, needs, extras[0], kept, need_input)
+            return self._vjp_heads(at, *extras)
+        if self.method == "query" and at.kept is not None:
+            return self._vjp_queries(at, at.kept, *extras)
+        return self._vjp_rows(at, *extras)
 
-    def _vjp_rows(
-        self,
-        x: Tensor | None,
-        tensors: Tensors,
-        needs: tuple[bool, ...],
-        qkv: Tensor,
-        kept: Kept | None,
-        need_input: bool,
-    ) -> tuple[Tensor, Pull]:
-        projection, norms = self.split_tensors(tensors)
-        projection_needs, norm_needs = self.split_tensors(needs)
-        key_bias = None if kept is None else kept.key_bias(qkv.dtype)
+    def _vjp_rows(self, at: Point, qkv: Tensor) -> tuple[Tensor, Pull]:
+        projection, norms = self.split_tensors(at.tensors)
+        projection_needs, norm_needs = self.split_tensors(at.needs)
+        key_bias = None if at.kept is None else at.kept.key_bias(qkv.dtype)
 
         def core(qkv: Tensor, *norms: Tensor) -> Tensor:
             return self.core(self.split_heads(qkv), norms, key_bias)
@@ -134,23 +118,13 @@ class SelfAttention(Stage):
         def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
             d_qkv, d_norms = pull_core(grad)
             assert d_qkv is not None
-            dx, found = self.projection.backward(x, projection, projection_needs, d_qkv, need_input)
+            dx, found = self.projection.backward(at.x, projection, projection_needs, d_qkv, at.need_input)
             return dx, (*found, *d_norms)
 
         return out, pull
 
-    def _vjp_queries(
-        self,
-        x: Tensor | None,
-        tensors: Tensors,
-        needs: tuple[bool, ...],
-        extras: Tensors,
-        kept: Kept,
-        need_input: bool,
-    ) -> tuple[Tensor, Pull]:
-        norms = self.split_tensors(tensors)[1]
-        norm_needs = self.split_tensors(needs)[1]
-        q, kv = extras
+    def _vjp_queries(self, at: Point, kept: Kept, q: Tensor, kv: Tensor) -> tuple[Tensor, Pull]:
+        norms, norm_needs = self.split_tensors(at.tensors)[1], self.split_tensors(at.needs)[1]
 
         def core(q: Tensor, kv: Tensor, *norms: Tensor) -> Tensor:
             k, v = kv.unflatten(-1, (2, self.heads, -1)).unbind(2)
@@ -163,9 +137,8 @@ class SelfAttention(Stage):
             assert dq is not None
             assert dkv is not None
             queries, others = slice(0, dq.shape[-1]), slice(dq.shape[-1], None)
-            rows_q = None if x is None else kept.gather(x)
-            dx_q, found_q = self._project_back(tensors, needs, queries, rows_q, dq, need_input)
-            dx, found_kv = self._project_back(tensors, needs, others, x, dkv, need_input)
+            dx_q, found_q = self._project_back(at, queries, None if at.x is None else kept.gather(at.x), dq)
+            dx, found_kv = self._project_back(at, others, at.x, dkv)
             if dx_q is not None:
                 dx = kept.give_back(dx_q, dx)
             pairs = zip(found_q, found_kv, strict=True)
@@ -174,12 +147,9 @@ class SelfAttention(Stage):
 
         return out, pull
 
-    def _vjp_heads(
-        self, x: Tensor | None, tensors: Tensors, needs: tuple[bool, ...], qkv: Tensor, need_input: bool
-    ) -> tuple[None, Pull]:
-        norms = self.split_tensors(tensors)[1]
-        norm_needs = self.split_tensors(needs)[1]
-        heads = tensors[-1]
+    def _vjp_heads(self, at: Point, qkv: Tensor) -> tuple[None, Pull]:
+        norms, norm_needs = self.split_tensors(at.tensors)[1], self.split_tensors(at.needs)[1]
+        heads = at.tensors[-1]
 
         def core(qkv: Tensor, *norms: Tensor) -> Tensor:
             return self.core(qkv.unbind(2), norms)
@@ -192,25 +162,19 @@ class SelfAttention(Stage):
             assert d_qkv is not None
             width = sum(self.projection.outs)
             part = torch.arange(width, device=grad.device).view(3, self.heads, -1).index_select(1, heads).flatten()
-            dx, found = self._project_back(tensors, needs, part, x, d_qkv.flatten(2), need_input)
+            dx, found = self._project_back(at, part, at.x, d_qkv.flatten(2))
             full = (None if g is None else g.new_zeros(width, *g.shape[1:]).index_copy(0, part, g) for g in found)
             return dx, (*full, *d_norms, None)
 
         return None, pull
 
     def _project_back(
-        self,
-        tensors: Tensors,
-        needs: tuple[bool, ...],
-        part: slice | Tensor,
-        x: Tensor | None,
-        grad: Tensor,
-        need_input: bool,
+        self, at: Point, part: slice | Tensor, x: Tensor | None, grad: Tensor
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        """The backward of some output channels of the projection."""
-        given = tuple(t[part] for t in self.split_tensors(tensors)[0])
+        """The backward of some output channels of the projection, at input rows `x`."""
+        given = tuple(t[part] for t in self.split_tensors(at.tensors)[0])
         layer = Linear((grad.shape[-1],), self.projection.biases)
-        return layer.backward(x, given, self.split_tensors(needs)[0], grad, need_input)
+        return layer.backward(x, given, self.split_tensors(at.needs)[0], grad, at.need_input)
 
     def needs_input(self, needs: tuple[bool, ...], redo: bool) -> bool:
         return redo or self.projection.needs_input(self.split_tensors(needs)[0], redo)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..sampling import Kept
-from .stages import Link, Pull, Stage, Tensors
+from .stages import Link, Point, Pull, Stage, Tensors
 
 __all__ = ["SAVES", "run", "run_stages", "saved_width"]
 
@@ -216,15 +216,9 @@ def _redo(
     for i in range(start, end):
         if i < spec.first and not needed[i + 1]:
             continue
-        value, pulls[i] = spec.stages[i].vjp(
-            value,
-            tensors[i],
-            spec.needs[i],
-            extras[i],
-            kept,
-            need_output=needed[i + 1],
-            need_input=i > spec.first or spec.input_needs,
-        )
+        need_input = i > spec.first or spec.input_needs
+        at = Point(value, tensors[i], spec.needs[i], extras[i], kept, needed[i + 1], need_input)
+        value, pulls[i] = spec.stages[i].vjp(at)
     return pulls
 
 

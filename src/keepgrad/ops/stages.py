@@ -28,11 +28,27 @@ from torch import Tensor, nn
 
 from ..sampling import Kept
 
-__all__ = ["Linear", "Link", "Noise", "Opaque", "Pointwise", "Pull", "Stage", "linear", "noise", "pointwise"]
+__all__ = ["Linear", "Link", "Noise", "Opaque", "Point", "Pointwise", "Pull", "Stage", "linear", "noise", "pointwise"]
 
 Tensors = tuple[Tensor, ...]
 Pull = Callable[[Tensor], tuple[Tensor | None, tuple[Tensor | None, ...]]]
 """From the gradient of a stage's output slots to that of its input slots and of its tensors."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a stage is differentiated: the slots of its input, its tensors, and what is wanted.
+
+    `x` is None where neither the stage nor one redone behind it reads it.
+    """
+
+    x: Tensor | None
+    tensors: Tensors
+    needs: tuple[bool, ...]
+    extras: Tensors
+    kept: Kept | None
+    need_output: bool
+    need_input: bool
 
 
 @dataclass(frozen=True)
@@ -50,17 +66,8 @@ class Stage:
         """The output for all rows, and what to save for `vjp` besides inputs and outputs (if `keep_extras`)."""
         raise NotImplementedError
 
-    def vjp(
-        self,
-        x: Tensor | None,
-        tensors: Tensors,
-        needs: tuple[bool, ...],
-        extras: Tensors,
-        kept: Kept | None,
-        need_output: bool,
-        need_input: bool,
-    ) -> tuple[Tensor | None, Pull]:
-        """The output slots, if needed, and the pull-back at the input slots `x`."""
+    def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
+        """The output slots, if needed, and the pull-back."""
         raise NotImplementedError
 
     def needs_input(self, needs: tuple[bool, ...], redo: bool) -> bool:
@@ -98,18 +105,9 @@ class Pointwise(Stage):
     def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
         return self.fn(x, *tensors), ()
 
-    def vjp(
-        self,
-        x: Tensor | None,
-        tensors: Tensors,
-        needs: tuple[bool, ...],
-        extras: Tensors,
-        kept: Kept | None,
-        need_output: bool,
-        need_input: bool,
-    ) -> tuple[Tensor | None, Pull]:
-        assert x is not None
-        return partial_vjp(self.fn, x, tensors, needs)
+    def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
+        assert at.x is not None
+        return partial_vjp(self.fn, at.x, at.tensors, at.needs)
 
     def width(self, width: int) -> int:
         return self.out_width(width) if self.out_width else width
@@ -175,25 +173,12 @@ class Linear(Stage):
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
         return out * tensors[-1] if self.scaled else out
 
-    def vjp(
-        self,
-        x: Tensor | None,
-        tensors: Tensors,
-        needs: tuple[bool, ...],
-        extras: Tensors,
-        kept: Kept | None,
-        need_output: bool,
-        need_input: bool,
-    ) -> tuple[Tensor | None, Pull]:
+    def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
         out = None
-        if need_output:
-            assert x is not None
-            out = self.apply(x, tensors)
-
-        def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-            return self.backward(x, tensors, needs, grad, need_input)
-
-        return out, pull
+        if at.need_output:
+            assert at.x is not None
+            out = self.apply(at.x, at.tensors)
+        return out, lambda grad: self.backward(at.x, at.tensors, at.needs, grad, at.need_input)
 
     def backward(
         self, x: Tensor | None, tensors: Tensors, needs: tuple[bool, ...], grad: Tensor, need_input: bool
@@ -253,21 +238,12 @@ class Noise(Stage):
             return out, ()
         return out, (noise if self.per_sample or kept is None else kept.gather(noise),)
 
-    def vjp(
-        self,
-        x: Tensor | None,
-        tensors: Tensors,
-        needs: tuple[bool, ...],
-        extras: Tensors,
-        kept: Kept | None,
-        need_output: bool,
-        need_input: bool,
-    ) -> tuple[Tensor | None, Pull]:
-        (noise,) = extras
+    def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
+        (noise,) = at.extras
         out = None
-        if need_output:
-            assert x is not None
-            out = x * noise
+        if at.need_output:
+            assert at.x is not None
+            out = at.x * noise
         return out, lambda grad: (grad * noise, ())
 
     def needs_input(self, needs: tuple[bool, ...], redo: bool) -> bool:
