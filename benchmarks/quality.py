@@ -1,12 +1,13 @@
 """How well kept gradients agree with exact ones, on small models trained on real images.
 
-    python benchmarks/quality.py --data cifar10-train.tar [--steps 50 500] [--output quality.csv]
+    python benchmarks/quality.py --data cifar10-train.tar [--steps 50 400] [--output quality.csv]
     python benchmarks/quality.py --show quality.csv
 
 Trains a small ViT (class token), a small ViT (average pooling) and a small ConvNeXt with full backprop. At each of
 `--steps` it measures, for every setting: the cosine with the exact gradient of the same batch and the ratio of the
 norms, mean over draws of the masks; the cosine of the mean over the draws (what is missing always); and the bytes
-saved for backward. The last rows are the trivial baseline: the gradient of only a share of the samples.
+saved for backward. The last rows are the trivial baseline: the gradient of only a share of the samples. Results are
+appended to the output as they come, and what is there already is skipped.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ from keepgrad.memory import saved_bytes
 VIT = {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 6, "num_heads": 4, "num_classes": 10}
 MODELS = {
     "ViT, class token": lambda: timm.models.VisionTransformer(**VIT),
-    "ViT, average pooling": lambda: timm.models.VisionTransformer(**VIT, class_token=False, global_pool="avg"),
     "ConvNeXt": lambda: timm.models.ConvNeXt(
-        depths=(2, 2, 4, 2), dims=(32, 64, 128, 256), patch_size=2, num_classes=10, ls_init_value=1.0
+        depths=(1, 2, 4, 1), dims=(24, 48, 96, 192), patch_size=1, num_classes=10, ls_init_value=1.0
     ),
+    "ViT, average pooling": lambda: timm.models.VisionTransformer(**VIT, class_token=False, global_pool="avg"),
 }
+
+
+COLUMNS = ("model", "step", "setting", "cosine", "norm_ratio", "cosine_of_mean", "bytes")
 
 
 def settings(attention: bool) -> dict[str, dict]:
@@ -61,7 +65,7 @@ def settings(attention: bool) -> dict[str, dict]:
 def gradient(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     model.zero_grad()
     F.cross_entropy(model(images), labels).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
+    return torch.cat([p.grad.flatten() for p in model.parameters()]).double()
 
 
 def compare(grads: list[torch.Tensor], exact: torch.Tensor) -> tuple[float, float, float]:
@@ -90,6 +94,17 @@ def measure(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, 
     return rows
 
 
+def append(path: Path, rows: list[tuple]) -> None:
+    with path.open("a", newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
+def finished(path: Path) -> set[tuple[str, str]]:
+    """The models and steps that a result file has."""
+    with path.open(newline="") as file:
+        return {(row[0], row[1]) for row in csv.reader(file)}
+
+
 def show(path: Path) -> None:
     """Print a result file as Markdown."""
     with path.open(newline="") as file:
@@ -113,7 +128,7 @@ def main() -> None:
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--data", help="a folder or tar of images, one folder per class")
     task.add_argument("--show", type=Path, metavar="CSV", help="print a result file as Markdown instead")
-    parser.add_argument("--steps", type=int, nargs="+", default=[50, 500])
+    parser.add_argument("--steps", type=int, nargs="+", default=[50, 400])
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--draws", type=int, default=4)
     parser.add_argument("--output", type=Path, default=Path("quality.csv"))
@@ -127,23 +142,22 @@ def main() -> None:
     loader = torch.utils.data.DataLoader(dataset, args.batch_size, shuffle=True, drop_last=True)
     threads = torch.get_num_threads()
     versions = f"torch {torch.__version__}, timm {timm.__version__}, {platform.machine()} CPU, {threads} threads"
-    results = []
+    if not args.output.exists():
+        append(args.output, [(*COLUMNS, versions)])
     for title, make in MODELS.items():
+        if all((title, str(step)) in finished(args.output) for step in args.steps):
+            continue
         torch.manual_seed(0)
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.05)
         batches = endless(loader)
         for step in track(range(1, max(args.steps) + 1), description=title):
             images, labels = next(batches)
-            if step in args.steps:
-                results += [(title, step, *row) for row in measure(model, images, labels, args.draws)]
+            if step in args.steps and (title, str(step)) not in finished(args.output):
+                append(args.output, [(title, step, *row) for row in measure(model, images, labels, args.draws)])
             optimizer.zero_grad()
             F.cross_entropy(model(images), labels).backward()
             optimizer.step()
-    with args.output.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["model", "step", "setting", "cosine", "norm_ratio", "cosine_of_mean", "bytes", versions])
-        writer.writerows(results)
     show(args.output)
 
 

@@ -130,7 +130,7 @@ def _measure(name: str, model: nn.Module, images: Tensor, labels: Tensor, batch:
 def _gradient(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     model.zero_grad()
     F.cross_entropy(model(images), labels).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
 
 
 def _time(outcomes: list[Outcome], images: Tensor, labels: Tensor, advance) -> None:
