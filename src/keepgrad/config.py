@@ -23,7 +23,7 @@ BRANCHES = ("attention", "mlp")
 
 DEFAULTS: dict[str, Any] = {
     "mask": "grid",
-    "reduce": None,  # the architecture's own
+    "reduce": "fold",
     "schedule": "uniform",
     "layers": "all",
     "attention": "qkv",
@@ -51,7 +51,7 @@ class KeepConfig:
             `{"attention": ..., "mlp": ...}` (a branch left out keeps everything); a list with one per chosen block,
             in the order of the blocks; or a function of the number of a chosen block and how many there are.
         mask: which positions: "grid", "random" or "block".
-        reduce: what becomes of the rest: "drop", "scaled", "fold" or "pool"; the default is the architecture's.
+        reduce: what becomes of the rest: "drop", "scaled", "fold" (the default) or "pool".
         schedule: "uniform", or the ratio "increasing" or "decreasing" over the blocks around the same mean.
         layers: which blocks: "all"; "first 2/3" or "last 2/3" (any fraction); indices; "paper"; or a function of the
             block's name.
@@ -122,13 +122,13 @@ class KeepConfig:
 
 @dataclass(frozen=True)
 class Settings:
-    """A KeepConfig with every value filled in, except a reduction left to the architecture."""
+    """A KeepConfig with every value filled in."""
 
     preset: str | None
     given: frozenset[str]
     keep_ratio: Any
     mask: str
-    reduce: str | None
+    reduce: str
     schedule: str
     layers: Layers
     attention: str

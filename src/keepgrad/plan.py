@@ -169,7 +169,7 @@ def _ratios(settings: Settings, kinds: set[str], chosen: list[Block]) -> dict[st
 def _site(block: Block, kind: str, ratio: float, settings: Settings, cell: int) -> Site:
     branch = block.adapter.branch(block.module, kind)
     method, save = "", settings.save_of(kind)
-    reduce = settings.reduce or block.adapter.default_reduce
+    reduce = settings.reduce
     if isinstance(branch, AttentionBranch):
         method = settings.attention
         plain, saved = branch.saved_width(ratio, save, method)

@@ -43,9 +43,6 @@ class RunBranch(Protocol):
 class Adapter(Protocol):
     """What keepgrad has to know of one kind of block. Used as a class, never instantiated."""
 
-    default_reduce: str
-    """The reduction where the user names none."""
-
     @staticmethod
     def find(model: nn.Module) -> list[Block]:
         """The blocks of this kind in `model`."""

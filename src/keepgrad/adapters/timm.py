@@ -123,8 +123,6 @@ def _mlp(mlp: Any) -> tuple[list[Link], list[Link], nn.Module]:
 class VisionTransformerBlock(Adapter):
     """`timm.models.vision_transformer.Block`: ViT, DeiT and their kin."""
 
-    default_reduce = "fold"
-
     @staticmethod
     def find(model: nn.Module) -> list[Block]:
         # Blocks alone have no prefix tokens, unless the model they are part of is known to have some.
@@ -214,8 +212,6 @@ class ConvNeXtBlock(Adapter):
 
     The depthwise convolution mixes positions and stays with autograd; the branch is what follows it.
     """
-
-    default_reduce = "pool"
 
     @staticmethod
     def find(model: nn.Module) -> list[Block]:
