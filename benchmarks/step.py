@@ -3,8 +3,7 @@
     python benchmarks/step.py [--model vit_small_patch16_224] [--batch-size 8] [--rounds 9] [--markdown]
     python benchmarks/step.py --profile "keepgrad 0.5"     # where the time of one method goes
 
-All methods take turns in one run, two steps each of which the second counts, as in training; times are medians
-relative to full backprop in the same run. "saved" is what
+All methods take turns in one run, and times are medians relative to full backprop in the same run. "saved" is what
 autograd keeps for backward, without parameters. "peak" is the most that tensors made during the step occupy,
 gradients of the parameters included. "cosine" is with the exact gradient, at initialisation on smooth random images:
 it ranks the methods, `quality.py` measures them on trained models and real images.
@@ -143,10 +142,9 @@ def main() -> None:
         task = progress.add_task("timing", total=args.rounds)
         for _ in range(args.rounds):
             for name, model in models.items():
-                for _ in range(2):  # the first step pays for the memory that the method before has given back
-                    model.zero_grad()
-                    start = time.perf_counter()
-                    step(model, x, labels)
+                model.zero_grad()
+                start = time.perf_counter()
+                step(model, x, labels)
                 seconds[name].append(time.perf_counter() - start)
             progress.advance(task)
     plain = facts["full backprop"]
