@@ -65,9 +65,9 @@ def assert_same(a: dict, b: dict, **tolerance):
 
 def groups_of(kept: Kept) -> list[list[int]]:
     """The members of each slot."""
-    if kept.slot_of is None:
+    if kept.slot_of_flat is None:
         return [[int(p)] for p in kept.picked]
-    return [(kept.slot_of == slot).nonzero().squeeze(1).tolist() for slot in range(kept.slots)]
+    return [(kept.slot_of_flat[: kept.positions] == slot).nonzero().squeeze(1).tolist() for slot in range(kept.slots)]
 
 
 def draw(seed: int, grid: Grid, ratio: float, mask: str, reduce: str, batch: int = 2) -> Kept | None:

@@ -60,7 +60,7 @@ def test_kept_and_dropped_add_up_to_the_whole_gradient(save):
     dy = torch.randn(2, 12, 6, dtype=torch.float64)
     kept = draw(0, Grid(3, 4), 0.25, "random", "drop")
     rest = torch.tensor([i for i in range(12) if i not in kept.picked.tolist()])
-    dropped = Kept("drop", 12, 0, rest)
+    dropped = Kept("drop", 12, len(rest), 0, torch.cat([rest, rest + 12]))
 
     def grads(which):
         return torch.autograd.grad(run(chain(p), x, which, save), (x, *p.values()), dy)
@@ -77,7 +77,7 @@ def test_scaled_is_right_on_average():
     def grad(kept):
         return torch.autograd.grad(run(chain(p), x, kept, "heavy"), p["w1"], dy)[0]
 
-    phases = [Kept("scaled", 4, 0, torch.tensor([i])) for i in range(4)]
+    phases = [Kept("scaled", 4, 1, 0, torch.tensor([i, i + 4])) for i in range(4)]
     torch.testing.assert_close(sum(grad(kept) for kept in phases) / 4, grad(None))
 
 

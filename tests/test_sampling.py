@@ -141,5 +141,5 @@ def test_kept_indices_are_sorted_and_reproducible():
 
 def test_prefix_tokens_are_never_scaled():
     kept = draw(0, Grid(4, 4, prefix=2), 0.25, "grid", "scaled")
-    slots = kept.gather_grad(torch.ones(1, 18, 1)).flatten()
+    slots = kept.gather_grad(torch.ones(2, 18, 1))[1].flatten()
     assert slots.tolist() == [1.0, 1.0, 4.0, 4.0, 4.0, 4.0]

@@ -57,24 +57,26 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class Kept:
-    """The kept slots of a feature map of `positions` positions: how to gather, and how to give back.
+    """The kept slots of a batch of feature maps of `positions` positions: how to gather, and how to give back.
 
-    Indices are into the flattened `[batch * positions]` rows where the name ends in `_flat`, else into the positions.
-    Group tensors are None for `drop` and `scaled`, which forget the other members.
+    Indices are into the flattened rows `[batch * positions]`, those of slots into `[batch * slots]`: flat rows are
+    gathered faster. Group tensors are None for `drop` and `scaled`, which forget the other members.
     """
 
     reduce: str
     positions: int
+    slots: int
     prefix: int
-    picked: Tensor  # [slots], the prefix first
+    picked_flat: Tensor  # [batch * slots], the prefix first
     order_flat: Tensor | None = None  # [batch * positions], group after group
     starts_flat: Tensor | None = None  # [batch * slots], where each group begins in order_flat
-    slot_of: Tensor | None = None  # [positions]
+    slot_of_flat: Tensor | None = None  # [batch * positions], the slot of each position
     size: Tensor | None = None  # [slots]
 
     @property
-    def slots(self) -> int:
-        return self.picked.shape[0]
+    def picked(self) -> Tensor:
+        """The picked position of each slot."""
+        return self.picked_flat[: self.slots]
 
     def _group_sum(self, rows: Tensor) -> Tensor:
         flat = rows.reshape(-1, rows.shape[-1])
@@ -92,13 +94,13 @@ class Kept:
         """The activations that stand for each slot."""
         if self.reduce == "pool":
             return self._share(self._group_sum(rows))
-        return rows.index_select(1, self.picked)
+        return _select(rows, self.picked_flat, self.slots)
 
     def gather_grad(self, grad: Tensor) -> Tensor:
         """The output gradient of each slot."""
         if self.size is not None:
             return self._group_sum(grad)
-        slots = grad.index_select(1, self.picked)
+        slots = _select(grad, self.picked_flat, self.slots)
         if self.reduce == "scaled":
             slots[:, self.prefix :] *= (self.positions - self.prefix) / (self.slots - self.prefix)
         return slots
@@ -106,13 +108,17 @@ class Kept:
     def give_back(self, slots: Tensor, onto: Tensor | None = None) -> Tensor:
         """The input gradient of every position, added to `onto` where given; `onto` itself is not changed."""
         if self.size is not None:
-            assert self.slot_of is not None
-            grad = self._share(slots).index_select(1, self.slot_of)
+            assert self.slot_of_flat is not None
+            grad = _select(self._share(slots), self.slot_of_flat, self.positions)
             return grad if onto is None else grad.add_(onto)
+        batch, _, channels = slots.shape
+        rows = slots.reshape(-1, channels)
         if onto is None:
-            onto = slots.new_zeros(slots.shape[0], self.positions, slots.shape[-1])
-            return onto.index_copy_(1, self.picked, slots)
-        return onto.index_add(1, self.picked, slots)
+            grad = slots.new_zeros(batch, self.positions, channels)
+            grad.view(-1, channels).index_copy_(0, self.picked_flat, rows)
+            return grad
+        flat = onto.reshape(-1, channels).index_add(0, self.picked_flat, rows)
+        return flat.view(batch, self.positions, channels)
 
     def key_bias(self, dtype: torch.dtype) -> Tensor | None:
         """What to add to the attention scores of each slot as a key: the logarithm of its multiplicity."""
@@ -121,14 +127,14 @@ class Kept:
         return self.size.to(torch.promote_types(dtype, torch.float32)).log().to(dtype)
 
     @property
-    def frame(self) -> tuple[str, int, int]:
+    def frame(self) -> tuple[str, int, int, int]:
         """The fields that are no tensors."""
-        return (self.reduce, self.positions, self.prefix)
+        return (self.reduce, self.positions, self.slots, self.prefix)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The fields that are tensors."""
-        return (self.picked, self.order_flat, self.starts_flat, self.slot_of, self.size)
+        return (self.picked_flat, self.order_flat, self.starts_flat, self.slot_of_flat, self.size)
 
 
 def slot_count(positions: int, keep_ratio: float) -> int:
@@ -186,17 +192,27 @@ def sample(step_seed: Tensor, batch: int, grid: Grid, keep_ratio: float, mask: s
     prefix = torch.arange(grid.prefix, device=picked.device)
     positions = grid.prefix + grid.height * grid.width
     picked = torch.cat([prefix, picked + grid.prefix])
+    slots = picked.shape[0]
+    sample_index = torch.arange(batch, device=picked.device).unsqueeze(1)
+    shift = sample_index * positions
+    picked_flat = (shift + picked).flatten()
     if forgets:
-        return Kept(reduce, positions, grid.prefix, picked)
+        return Kept(reduce, positions, slots, grid.prefix, picked_flat)
     order = torch.cat([prefix, order + grid.prefix])
     starts = torch.cat([prefix, starts + grid.prefix])
     size = torch.diff(starts, append=starts.new_full((1,), positions))
     rank = torch.arange(positions, device=order.device)
     slot_in_order = torch.bucketize(rank, starts, right=True) - 1
     slot_of = torch.empty_like(order).scatter_(0, order, slot_in_order)
-    shift = torch.arange(batch, device=order.device).unsqueeze(1) * positions
     order_flat, starts_flat = (shift + order).flatten(), (shift + starts).flatten()
-    return Kept(reduce, positions, grid.prefix, picked, order_flat, starts_flat, slot_of, size)
+    slot_of_flat = (sample_index * slots + slot_of).flatten()
+    return Kept(reduce, positions, slots, grid.prefix, picked_flat, order_flat, starts_flat, slot_of_flat, size)
+
+
+def _select(rows: Tensor, index: Tensor, count: int) -> Tensor:
+    """`count` rows of each sample by their flat index."""
+    batch, _, channels = rows.shape
+    return rows.reshape(-1, channels).index_select(0, index).view(batch, count, channels)
 
 
 def hashed(seed: Tensor, salt: int, count: int) -> Tensor:

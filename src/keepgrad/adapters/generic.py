@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import has_hooks
-from ..ops.stages import Link, Opaque, Pointwise, linear, noise, pointwise
+from ..ops.stages import Link, Opaque, Pointwise, gelu, linear, noise, pointwise
 from . import Unsupported
 
 __all__ = ["is_plain", "links_of", "opaque", "weight_and_bias"]
@@ -23,9 +23,11 @@ OVER_POSITIONS = (
 
 def is_plain(module: nn.Module, *classes: type[nn.Module]) -> bool:
     """Whether calling the module does just what the forward of one of these classes does: no hooks, no override."""
-    if "forward" in vars(module) or not any(type(module).forward is known.forward for known in classes):
-        return False
-    return not has_hooks(module)
+    own = type(module).forward
+    for known in classes:
+        if own is known.forward:
+            return "forward" not in vars(module) and not has_hooks(module)
+    return False
 
 
 def weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None] | None:
@@ -49,6 +51,8 @@ def links_of(module: Any) -> list[Link]:
         return []
     if is_plain(module, *DROPOUTS):
         return [noise(module)] if module.training and module.p > 0 else []
+    if is_plain(module, nn.GELU):
+        return [gelu(module.approximate)]
     layer = weight_and_bias(module)
     if layer is not None:
         return [linear(layer)]

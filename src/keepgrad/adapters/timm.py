@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from timm import layers as tl
+from timm.layers import activations as ta
 from timm.models import convnext as tc
 from timm.models import vision_transformer as tv
 from torch import Tensor, nn
 
 from ..ops.branch import AttentionBranch, Branch
-from ..ops.stages import Linear, Link, Pointwise, linear, noise, pointwise
+from ..ops.stages import Linear, Link, Pointwise, gelu, layer_norm, linear, noise, pointwise, rms_norm
 from . import Adapter, Block, RunBranch, Unsupported, generic
 
 __all__ = ["ADAPTERS"]
@@ -26,23 +25,12 @@ def _norm(module: Any) -> list[Link]:
     """A norm over channels, on rows. The two-dimensional kinds only differ in where they look for the channels."""
     if not getattr(module, "_fast_norm", False):
         if generic.is_plain(module, *LAYER_NORMS):
-            norm = _Norm(F.layer_norm, tuple(module.normalized_shape), module.eps)
-            return [pointwise(norm, module.weight, module.bias)]
+            return [layer_norm(tuple(module.normalized_shape), module.weight, module.bias, module.eps)]
         if generic.is_plain(module, tl.RmsNorm, tl.RmsNorm2d):
-            return [pointwise(_Norm(F.rms_norm, tuple(module.normalized_shape), module.eps), module.weight)]
+            return [rms_norm(tuple(module.normalized_shape), module.weight, module.eps)]
     if generic.is_plain(module, tl.LayerNorm2d, tl.RmsNorm2d, tl.SimpleNorm2d, tl.LayerNorm2dFp32):
         return [_rows_of_map(module)]
     return generic.links_of(module)
-
-
-@dataclass(frozen=True)
-class _Norm:
-    fn: Callable[..., Tensor]
-    shape: tuple[int, ...]
-    eps: float
-
-    def __call__(self, x: Tensor, *affine: Tensor | None) -> Tensor:
-        return self.fn(x, self.shape, *affine, self.eps)
 
 
 def _rows_of_map(module: Any) -> Link:
@@ -104,7 +92,7 @@ def _gate(act: nn.Module, act_first: bool) -> Pointwise:
 def _mlp(mlp: Any) -> tuple[list[Link], list[Link], nn.Module]:
     """An MLP up to its last layer, that layer, and the dropout behind it."""
     if generic.is_plain(mlp, tl.Mlp):
-        hidden = [*generic.links_of(mlp.fc1), *generic.links_of(mlp.act)]
+        hidden = [*generic.links_of(mlp.fc1), *_activation(mlp.act)]
     elif generic.is_plain(mlp, tl.GluMlp):
         hidden = [*generic.links_of(mlp.fc1), (_gate(mlp.act, not mlp.gate_last), ())]
     elif generic.is_plain(mlp, tl.SwiGLU):
@@ -118,6 +106,14 @@ def _mlp(mlp: Any) -> tuple[list[Link], list[Link], nn.Module]:
         raise Unsupported(f"{type(mlp).__name__} is not known to be position-wise, or has hooks")
     hidden += [*generic.links_of(mlp.drop1), *_norm(mlp.norm)]
     return hidden, generic.links_of(mlp.fc2), mlp.drop2
+
+
+def _activation(module: Any) -> list[Link]:
+    if generic.is_plain(module, ta.GELU):
+        return [gelu("none")]
+    if generic.is_plain(module, ta.GELUTanh):
+        return [gelu("tanh")]
+    return generic.links_of(module)
 
 
 class VisionTransformerBlock(Adapter):

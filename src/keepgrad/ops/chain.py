@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..sampling import Kept
-from .stages import Link, Point, Pull, Stage, Tensors
+from .stages import Link, Point, Pull, Stage, Tensors, cast
 
 __all__ = ["SAVES", "run", "run_stages", "saved_width"]
 
@@ -79,7 +79,7 @@ class _Spec:
     needs: tuple[tuple[bool, ...], ...]
     input_needs: bool
     save: str
-    frame: tuple[str, int, int] | None
+    frame: tuple[str, int, int, int] | None
     adds_input: bool
     autocast: torch.dtype | None
 
@@ -133,10 +133,15 @@ class _Chain(torch.autograd.Function):
         values: list[Tensor | None] = [_slots(x, spec.kept_at(0, kept)) if saves[0] else None]
         extras: list[Tensor] = []
         extra_counts = []
+        extra: Tensors
         out = x
         with spec.context(x.device):
             for i, (stage, tensors) in enumerate(zip(spec.stages, spec.groups(flat), strict=True)):
-                out, extra = stage.forward(out, tensors, kept, spec.keeps_extras(i))
+                disposable = i > 0 and spec.stages[i - 1].makes_new and out is not values[i]
+                if stage.overwrites and disposable:
+                    out, extra = stage.overwrite(out), ()
+                else:
+                    out, extra = stage.forward(out, tensors, kept, spec.keeps_extras(i))
                 extras += extra
                 extra_counts.append(len(extra))
                 values.append(_slots(out, spec.kept_at(i + 1, kept)) if saves[i + 1] else None)
@@ -146,8 +151,12 @@ class _Chain(torch.autograd.Function):
         ctx.input_dtype = x.dtype
         ctx.save_for_backward(*kept_tensors, *values, *extras, *flat)
         if spec.adds_input:
-            return x + out
-        return out if residual is None else residual + out
+            residual = x
+        if residual is None:
+            return out
+        # A new tensor that nobody else holds takes the sum.
+        in_place = spec.stages[-1].makes_new and out.dtype == residual.dtype
+        return out.add_(residual) if in_place else residual + out
 
     @staticmethod
     @once_differentiable
@@ -165,23 +174,27 @@ class _Chain(torch.autograd.Function):
         kept = None if spec.frame is None else Kept(*spec.frame, *kept_tensors)
 
         last = spec.kept_at(count, kept)
-        grad: Tensor | None = (dy if last is None else last.gather_grad(dy)).to(ctx.branch_dtype)
+        grad: Tensor | None = cast(dy if last is None else last.gather_grad(dy), ctx.branch_dtype)
         found: list[tuple[Tensor | None, ...]] = [(None,) * len(needs) for needs in spec.needs]
         end = count
+        owned = last is not None
         with spec.context(dy.device):
             while end > spec.first:
                 start = next(i for i in reversed(range(end)) if i == 0 or values[i] is not None)
                 pulls = _redo(spec, start, end, values[start], tensors, extras, kept)
                 for i in reversed(range(max(start, spec.first), end)):
                     assert grad is not None
+                    if spec.stages[i].overwrites and not owned:
+                        grad = grad.clone()
                     grad, found[i] = pulls[i](grad)
+                    owned = owned or spec.stages[i].makes_new
                     del pulls[i]
                 end = start
         dx = None
         if spec.input_needs:
             assert grad is not None
-            grad = grad.to(ctx.input_dtype)
-            onto = dy.to(ctx.input_dtype) if spec.adds_input else None
+            grad = cast(grad, ctx.input_dtype)
+            onto = cast(dy, ctx.input_dtype) if spec.adds_input else None
             dx = _give_back(grad, spec.kept_at(0, kept), onto)
         d_residual = dy if ctx.needs_input_grad[2] else None
         flat = [g for group in found for g in group]
@@ -225,7 +238,7 @@ def _redo(
 def saved_width(stages: Sequence[Stage], width: int, keep_ratio: float, save: str) -> tuple[float, float]:
     """Channels a position that plain autograd and keepgrad save for a chain on `width` channels, nothing frozen."""
     needs = tuple((True,) * 8 for _ in stages)
-    frame = None if keep_ratio == 1 else ("drop", 0, 0)
+    frame = None if keep_ratio == 1 else ("drop", 0, 0, 0)
     spec = _Spec(tuple(stages), needs, True, save, frame, False, None)
     plain, ours = 0.0, 0.0
     widths = [width]

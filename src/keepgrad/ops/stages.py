@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,10 @@ from torch import Tensor, nn
 
 from ..sampling import Kept
 
-__all__ = ["Linear", "Link", "Noise", "Opaque", "Point", "Pointwise", "Pull", "Stage", "linear", "noise", "pointwise"]
+__all__ = [
+    *("Link", "Point", "Pull", "Stage", "Linear", "Noise", "Opaque", "Pointwise"),
+    *("cast", "gelu", "layer_norm", "linear", "noise", "pointwise", "rms_norm"),
+]
 
 Tensors = tuple[Tensor, ...]
 Pull = Callable[[Tensor], tuple[Tensor | None, tuple[Tensor | None, ...]]]
@@ -61,6 +65,14 @@ class Stage:
     """Whether backward needs the input of every position, not of the slots alone."""
     writes_all = False
     """Whether what follows is not reduced to slots either."""
+    makes_new = False
+    """Whether its output and its input gradient are surely new tensors, which the next stage may overwrite."""
+    overwrites = False
+    """Whether `overwrite` may take the place of `forward`, and whether `vjp` overwrites the gradient it is given."""
+
+    def overwrite(self, x: Tensor) -> Tensor:
+        """The output for all rows, in the place of the input."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
         """The output for all rows, and what to save for `vjp` besides inputs and outputs (if `keep_extras`)."""
@@ -114,6 +126,59 @@ class Pointwise(Stage):
 
 
 @dataclass(frozen=True)
+class Gelu(Pointwise):
+    """GELU, with the backward kernel called directly: a graph of one node costs more than the node on small maps."""
+
+    approximate: str = "none"
+    makes_new = True
+    overwrites = True
+
+    def overwrite(self, x: Tensor) -> Tensor:
+        return torch.ops.aten.gelu_(x, approximate=self.approximate)
+
+    def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
+        x = at.x
+        assert x is not None
+
+        def pull(grad: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+            grad = cast(grad, x.dtype)
+            torch.ops.aten.gelu_backward.grad_input(grad, x, approximate=self.approximate, grad_input=grad)
+            return grad, ()
+
+        return self.fn(x) if at.need_output else None, pull
+
+
+@dataclass(frozen=True)
+class LayerNorm(Pointwise):
+    """Layer norm with weight and bias, its backward kernel called directly like that of `Gelu`."""
+
+    shape: tuple[int, ...] = ()
+    eps: float = 1e-5
+    makes_new = True
+
+    def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
+        assert at.x is not None
+        x, tensors = at.x, at.tensors
+        dtypes = (x.dtype, *(t.dtype for t in tensors))
+        if torch.is_autocast_enabled(x.device.type):
+            x, tensors = cast(x, torch.float32), tuple(cast(t, torch.float32) for t in tensors)
+        if any(t.dtype != x.dtype for t in tensors):
+            return super().vjp(at)
+        weight, bias = tensors
+        out, mean, rstd = torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
+        mask = [at.need_input, *at.needs]
+
+        def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+            grad = cast(grad, x.dtype)
+            found = torch.ops.aten.native_layer_norm_backward(grad, x, self.shape, mean, rstd, weight, bias, mask)
+            wanted = zip(found, dtypes, mask, strict=True)
+            dx, *rest = (cast(g, dtype) if need else None for g, dtype, need in wanted)
+            return dx, tuple(rest)
+
+        return out, pull
+
+
+@dataclass(frozen=True)
 class Opaque(Pointwise):
     """Any position-wise module; its output is saved because it may be expensive to redo."""
 
@@ -141,7 +206,7 @@ def partial_vjp(fn: Callable[..., Tensor], x: Tensor, tensors: Tensors, needs: t
             return torch.autograd.grad(graph, moving, grad, allow_unused=True, materialize_grads=True)
 
     def pull(grad: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        dx, *rest = pull_back(grad.to(out.dtype))
+        dx, *rest = pull_back(cast(grad, out.dtype))
         found = iter(rest)
         return dx, tuple(next(found) if need else None for need in needs)
 
@@ -159,6 +224,7 @@ class Linear(Stage):
     biases: tuple[bool, ...]
     scaled: bool = False
     heavy = True
+    makes_new = True
 
     def layers(self, tensors: tuple[Any, ...]) -> list[tuple[Any, Any]]:
         """`tensors` (or anything in the same order) as pairs of weight and bias."""
@@ -171,7 +237,12 @@ class Linear(Stage):
     def apply(self, x: Tensor, tensors: Tensors) -> Tensor:
         outs = [F.linear(x, weight, bias) for weight, bias in self.layers(tensors)]
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
-        return out * tensors[-1] if self.scaled else out
+        if not self.scaled:
+            return out
+        scale = tensors[-1]
+        # Autograd would need the product's other factor; the engine does not.
+        in_place = not torch.is_grad_enabled() and out.dtype == scale.dtype
+        return out.mul_(scale) if in_place else out * scale
 
     def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
         out = None
@@ -186,26 +257,31 @@ class Linear(Stage):
         """The gradients of the input and of the tensors, at input rows `x` (None if no weight needs one)."""
         device = grad.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[0].dtype
-        grad = grad.to(dtype)
-        rows = None if x is None else x.to(dtype).flatten(0, -2)
+        grad = cast(grad, dtype)
+        rows = None if x is None else cast(x, dtype).flatten(0, -2)
         scale, scale_needs = (tensors[-1], needs[-1]) if self.scaled else (None, False)
         dx: Tensor | None = None
         found: list[Tensor | None] = []
-        pairs = zip(self.layers(tensors), self.layers(needs), grad.split(self.outs, -1), strict=True)
+        grads = (grad,) if len(self.outs) == 1 else grad.split(self.outs, -1)
+        pairs = zip(self.layers(tensors), self.layers(needs), grads, strict=True)
         for (weight, bias), (weight_needs, bias_needs), dy in pairs:
             if need_input:
-                part = _times(dy, scale).to(dtype) @ weight.to(dtype)
+                scaled = weight if scale is None else weight * scale.unsqueeze(1)
+                part = dy @ cast(scaled, dtype)
                 dx = part if dx is None else dx + part
             dy = dy.flatten(0, -2)
             outer: Any = dy.t() @ rows if weight_needs or scale_needs else None
             total: Any = dy.sum(0) if bias_needs or (scale_needs and bias is not None) else None
-            column = None if scale is None else scale.unsqueeze(1)
-            found.append(_times(outer, column).to(weight.dtype) if weight_needs else None)
+            if scale is None:
+                found.append(cast(outer, weight.dtype) if weight_needs else None)
+                if bias is not None:
+                    found.append(cast(total, bias.dtype) if bias_needs else None)
+                continue
+            found.append(cast(outer * scale.unsqueeze(1), weight.dtype) if weight_needs else None)
             if bias is not None:
-                found.append(_times(total, scale).to(bias.dtype) if bias_needs else None)
-            if scale is not None:
-                shift = 0 if bias is None or total is None else bias * total
-                found.append(((weight * outer).sum(1) + shift).to(scale.dtype) if scale_needs else None)
+                found.append(cast(total * scale, bias.dtype) if bias_needs else None)
+            shift = 0 if bias is None or total is None else bias * total
+            found.append(cast((weight * outer).sum(1) + shift, scale.dtype) if scale_needs else None)
         return dx, tuple(found)
 
     def needs_input(self, needs: tuple[bool, ...], redo: bool) -> bool:
@@ -229,6 +305,7 @@ class Noise(Stage):
 
     module: nn.Module
     per_sample: bool
+    makes_new = True
 
     def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
         ones = x.new_ones(x.shape[0], *(1,) * (x.dim() - 1)) if self.per_sample else torch.ones_like(x)
@@ -256,8 +333,9 @@ class Noise(Stage):
         return self.saved_width(width) * keep_ratio
 
 
-def _times(rows: Tensor, scale: Tensor | None) -> Tensor:
-    return rows if scale is None else rows * scale
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`; asking first is cheaper than a conversion that does nothing."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def linear(*layers: tuple[Tensor, Tensor | None], scale: Tensor | None = None) -> Link:
@@ -282,6 +360,34 @@ def pointwise(fn: Callable[..., Tensor], *tensors: Tensor | None) -> Link:
         return fn(x, *(next(rest) if is_there else None for is_there in present))
 
     return Pointwise(with_gaps), tuple(t for t in tensors if t is not None)
+
+
+def layer_norm(shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float) -> Link:
+    """A norm over the channels `shape`."""
+    fn = _Norm(F.layer_norm, shape, eps)
+    if weight is None or bias is None:
+        return pointwise(fn, weight, bias)
+    return LayerNorm(fn, None, shape, eps), (weight, bias)
+
+
+def rms_norm(shape: tuple[int, ...], weight: Tensor | None, eps: float | None) -> Link:
+    """A norm over the channels `shape`, without mean and bias."""
+    return pointwise(_Norm(F.rms_norm, shape, eps), weight)
+
+
+@dataclass(frozen=True)
+class _Norm:
+    fn: Callable[..., Tensor]
+    shape: tuple[int, ...]
+    eps: float | None
+
+    def __call__(self, x: Tensor, *affine: Tensor | None) -> Tensor:
+        return self.fn(x, self.shape, *affine, self.eps)
+
+
+def gelu(approximate: str) -> Link:
+    """A `Gelu` stage."""
+    return Gelu(partial(F.gelu, approximate=approximate), None, approximate), ()
 
 
 def noise(module: nn.Module, per_sample: bool = False) -> Link:
