@@ -1,9 +1,10 @@
 """A training step, method by method: bytes saved for backward, peak, FLOPs, time, and the cosine with exact gradients.
 
-    python benchmarks/step.py [--model vit_small_patch16_224] [--batch-size 8] [--rounds 9] [--markdown]
+    python benchmarks/step.py [--model vit_small_patch16_224] [--batch-size 16] [--rounds 9] [--markdown]
     python benchmarks/step.py --profile "keepgrad 0.5"     # where the time of one method goes
 
-All methods take turns in one run, and times are medians relative to full backprop in the same run. "saved" is what
+All methods take turns in one run, in a new order each round. "time" is the median over the rounds, relative to that of
+full backprop; in brackets, the quartiles of the ratio within a round. "saved" is what
 autograd keeps for backward, without parameters. "peak" is the most that tensors made during the step occupy,
 gradients of the parameters included. "cosine" is with the exact gradient, at initialisation on smooth random images:
 it ranks the methods, `quality.py` measures them on trained models and real images.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from collections.abc import Callable
 import timm
 import torch
 import torch.nn.functional as F
-from baselines import SomeSamples, algorithm1
+from baselines import SomeSamples
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -30,6 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import keepgrad
+from keepgrad.baseline import algorithm1
 from keepgrad.memory import peak_bytes, saved_bytes
 
 Change = Callable[[nn.Module], nn.Module | None]
@@ -37,6 +40,10 @@ Change = Callable[[nn.Module], nn.Module | None]
 
 def patched(**options: object) -> Change:
     return lambda model: keepgrad.apply(model, **options) and None
+
+
+def the_paper(**options: object) -> Change:
+    return lambda model: algorithm1(model, keepgrad.KeepConfig(**options))
 
 
 def budgeted(model: nn.Module) -> nn.Module:
@@ -58,14 +65,15 @@ def methods(model: str) -> dict[str, Change]:
         "full backprop": lambda model: None,
         "checkpointing": lambda model: model.set_grad_checkpointing(),
         "torch.compile, memory budget 0.5": budgeted,
-        "Algorithm 1, 0.5 all blocks": lambda model: algorithm1(model, 0.5),
-        "Algorithm 1, 0.25 all blocks": lambda model: algorithm1(model, 0.25),
+        "Algorithm 1, 0.5 all blocks": the_paper(keep_ratio=0.5),
+        "Algorithm 1, 0.25 all blocks": the_paper(keep_ratio=0.25),
         "half of the samples": lambda model: SomeSamples(model, 0.5),
     }
     if "vit" in model:
-        rows["Algorithm 1, 0.5 last 2/3"] = lambda model: algorithm1(model, 0.5, 2 / 3)
+        rows["Algorithm 1, 0.5 last 2/3"] = the_paper(keep_ratio=0.5, layers="last 2/3")
         rows["keepgrad attention 1, mlp 0.25"] = patched(keep_ratio={"attention": 1.0, "mlp": 0.25})
-    for preset in ("exact", "accurate", "small", "paper"):
+        rows["keepgrad accurate"] = patched(preset="accurate")
+    for preset in ("exact", "small", "paper"):
         rows[f"keepgrad {preset}"] = patched(preset=preset)
     for ratio in (0.5, 0.25):
         rows[f"keepgrad {ratio}"] = patched(keep_ratio=ratio)
@@ -100,14 +108,17 @@ def smooth_images(batch: int, size: int) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="vit_small_patch16_224", help="a ViT or ConvNeXt of timm")
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="these methods only, beside full backprop")
     parser.add_argument("--profile", metavar="METHOD", help="print where the time of this method goes instead")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error("--rounds: give at least 2")
     torch.manual_seed(0)
+    random.seed(0)
     base = timm.create_model(args.model).train()
     x = smooth_images(args.batch_size, args.size)
     labels = torch.randint(1000, (args.batch_size,))
@@ -141,7 +152,7 @@ def main() -> None:
             progress.advance(task)
         task = progress.add_task("timing", total=args.rounds)
         for _ in range(args.rounds):
-            for name, model in models.items():
+            for name, model in random.sample(list(models.items()), len(models)):
                 model.zero_grad()
                 start = time.perf_counter()
                 step(model, x, labels)
@@ -151,6 +162,8 @@ def main() -> None:
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     rows = []
     for name in names:
+        pairs = zip(seconds[name], seconds["full backprop"], strict=True)
+        low, _, high = statistics.quantiles([own / full for own, full in pairs], n=4)
         saved, peak, count, cosine = facts[name]
         rows.append(
             (
@@ -159,7 +172,7 @@ def main() -> None:
                 f"{saved / plain[0]:.2f}x",
                 "-" if peak is None else f"{peak / plain[1]:.2f}x",
                 "-" if count is None else f"{count / plain[2]:.2f}x",
-                f"{medians[name] / medians['full backprop']:.2f}x",
+                f"{medians[name] / medians['full backprop']:.2f}x ({low:.2f}-{high:.2f})",
                 f"{cosine:.3f}",
             )
         )

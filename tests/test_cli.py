@@ -1,9 +1,12 @@
 """The command line through its real entry point."""
 
+import json
 import subprocess
 import sys
 
 import pytest
+import torch
+from PIL import Image
 
 
 def keepgrad(*args):
@@ -37,9 +40,103 @@ def test_help():
     assert "demo" in done.stdout
 
 
+def test_estimate_shows_the_methods_side_by_side():
+    done = keepgrad("estimate", "vit_tiny_patch16_224", "--batch", "8", "--amp", "bf16")
+    assert done.returncode == 0, done.stderr
+    for name in ("full backprop", "checkpointing", "Algorithm 1, the paper's layers", "keepgrad accurate (default)"):
+        assert name in done.stdout
+    assert "1.00x" in done.stdout
+
+
+def test_estimate_for_machines():
+    done = keepgrad("estimate", "convnext_atto", "--batch", "2", "--size", "64", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["keepgrad 0.25"]["activations"] < found["keepgrad 0.5"]["activations"]
+    assert found["keepgrad 0.5"]["activations"] < found["full backprop"]["activations"]
+
+
+def test_the_paper_table_is_as_close_to_the_paper_as_an_estimate_can_be():
+    done = keepgrad("estimate", "--paper-table", "--json")
+    assert done.returncode == 0, done.stderr
+    for row in json.loads(done.stdout):
+        plain, sbp = row["paper_mb"]
+        full, kept = (report["total"] for report in row["algorithm1"].values())
+        assert kept / full == pytest.approx(sbp / plain, abs=0.08), row["model"]
+        ours = {name: report["total"] for name, report in row["keepgrad"].items()}
+        assert ours["paper"] / ours["full backprop"] < kept / full
+        assert ours["smallest"] < ours["default"] < ours["full backprop"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Twelve small images of three classes."""
+    root = tmp_path_factory.mktemp("images")
+    torch.manual_seed(0)
+    for kind in ("apple", "bird", "cat"):
+        (root / kind).mkdir()
+        for number in range(4):
+            pixels = torch.randint(256, (64, 64, 3), dtype=torch.uint8).numpy()
+            Image.fromarray(pixels).save(root / kind / f"{number}.png")
+    return root
+
+
+def test_fidelity_prints_layers_and_writes_a_picture(folder, tmp_path):
+    picture = tmp_path / "agreement.png"
+    args = ("--data", str(folder), "--size", "64", "--batch-size", "4", "--batches", "2", "--draws", "2")
+    done = keepgrad("fidelity", "convnext_atto", *args, "--keep-ratio", "0.5", "--output", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert "stages.0.blocks.0" in done.stdout
+    assert "whole" in done.stdout
+    with Image.open(picture) as image:
+        assert image.width > 500
+
+
+def test_fidelity_reads_weights_without_running_code(folder, tmp_path):
+    import timm
+
+    weights = tmp_path / "weights.pth"
+    model = timm.create_model("convnext_atto", num_classes=3)
+    torch.save(model.state_dict(), weights)
+    args = ("fidelity", "convnext_atto", "--data", str(folder), "--size", "64", "--batch-size", "2", "--draws", "1")
+    done = keepgrad(*args, "--checkpoint", str(weights), "--json", "--output", str(tmp_path / "a.png"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["draws"] == 1
+    torch.save(model, weights)
+    done = keepgrad(*args, "--checkpoint", str(weights))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"keepgrad fidelity: --checkpoint {weights} does not load into the model: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("estimate",), "give a model, e.g."),
+        (("estimate", "vit_base", "--paper-table"), "give a model, e.g."),
+        (("estimate", "vit_base_patch16_24"), "did you mean vit_base_patch16_224"),
+        (("estimate", "vit_tiny_patch16_224", "--batch", "0"), "is not a whole number from 1"),
+        (("fidelity", "vit_tiny_patch16_224", "--data", "no/such/folder"), "there is no such folder"),
+    ],
+)
+def test_wrong_arguments_are_named_in_one_line(args, words):
+    done = keepgrad(*args)
+    assert done.returncode == 2
+    assert words in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_fidelity_names_an_image_it_cannot_read(folder, tmp_path):
+    (tmp_path / "apple").mkdir()
+    (tmp_path / "apple" / "broken.png").write_bytes(b"no image")
+    done = keepgrad("fidelity", "convnext_atto", "--data", str(tmp_path), "--size", "64", "--batch-size", "1")
+    assert done.returncode == 2
+    assert "broken.png cannot be read as an image" in done.stderr
+    done = keepgrad("fidelity", "convnext_atto", "--data", str(tmp_path), "--size", "64", "--batch-size", "2")
+    assert "has 1 images, but 1 batches of 2 need 2" in done.stderr
+
+
 def test_importing_keepgrad_imports_no_model_library():
-    code = (
-        "import sys, keepgrad; print([m for m in ('timm', 'torchvision', 'transformers', 'rich') if m in sys.modules])"
-    )
+    code = "import sys, keepgrad; print([m for m in ('timm', 'torchvision', 'rich', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "[]\n"

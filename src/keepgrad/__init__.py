@@ -2,17 +2,22 @@
 
 `keepgrad.apply(model, keep_ratio=0.5)` patches a model in place, `print(keepgrad.plan(model, ...))` shows what that
 would do, `with keepgrad.exact(model):` is full backprop for a while, and `keepgrad.remove(model)` takes it off again.
+`estimate`, `measure` and `fit` answer for memory, `fidelity` and `compare` for the quality of the gradients.
 """
 
+from .budget import Fit, fit
 from .config import KeepConfig
 from .errors import (
     AlreadyAppliedError,
+    BudgetError,
     ConfigError,
     InputError,
     KeepgradError,
     NoSiteError,
     NotAppliedError,
 )
+from .fidelity import Comparison, FidelityReport, compare, fidelity
+from .memory import MemoryReport, estimate, measure
 from .ops.algorithm1 import sbp
 from .patch import apply, exact, plan, remove
 from .plan import Plan, Site
@@ -22,18 +27,28 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyAppliedError",
+    "BudgetError",
+    "Comparison",
     "ConfigError",
+    "FidelityReport",
+    "Fit",
     "Grid",
     "InputError",
     "KeepConfig",
     "KeepgradError",
+    "MemoryReport",
     "NoSiteError",
     "NotAppliedError",
     "Plan",
     "Site",
     "apply",
+    "compare",
+    "estimate",
     "exact",
+    "fidelity",
+    "fit",
     "kept_indices",
+    "measure",
     "plan",
     "remove",
     "sbp",

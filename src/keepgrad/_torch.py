@@ -2,13 +2,18 @@
 
 - A module's hooks can only be seen in its private dictionaries; torch has no question for them.
 - `TorchDispatchMode` is how torch's own FLOP counter sees operations; it lives in a module with an underscore.
+- `FakeTensorMode` runs a model on tensors without data; torch.compile stands on it.
+- Whether the autograd engine is at work can only be asked by the number of its current task.
 """
 
+from contextlib import AbstractContextManager
+
+import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["TorchDispatchMode", "has_hooks", "tree_leaves"]
+__all__ = ["TorchDispatchMode", "fake_tensors", "has_hooks", "in_backward", "tree_leaves", "tree_map_only"]
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -16,3 +21,15 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def fake_tensors() -> AbstractContextManager:
+    """A context in which tensors have shapes, types and devices, but no data. Imported when used: it is slow."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)

@@ -1,6 +1,14 @@
 """The exceptions keepgrad raises. Each message says what was given, what was expected and what to do."""
 
-__all__ = ["AlreadyAppliedError", "ConfigError", "InputError", "KeepgradError", "NoSiteError", "NotAppliedError"]
+__all__ = [
+    "AlreadyAppliedError",
+    "BudgetError",
+    "ConfigError",
+    "InputError",
+    "KeepgradError",
+    "NoSiteError",
+    "NotAppliedError",
+]
 
 
 class KeepgradError(Exception):
@@ -25,3 +33,7 @@ class NotAppliedError(KeepgradError, RuntimeError):
 
 class InputError(KeepgradError, ValueError):
     """An input does not fit the plan, e.g. a feature map smaller than one group of the mask."""
+
+
+class BudgetError(KeepgradError):
+    """Nothing fits the memory budget; the message says how much would be needed."""

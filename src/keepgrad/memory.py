@@ -1,17 +1,184 @@
-"""What a training step keeps for its backward pass, and how high its memory rises."""
+"""The memory of a training step: known before a run (`estimate`), and measured in one (`measure`).
+
+Both keep a ledger of storages: when each appeared and was freed, and what it is. `estimate` runs the step on fake
+tensors, which have shapes but no data, so the largest model takes seconds and no memory. `measure` runs the real step
+and asks torch's allocator for the peak; the ledger says what it consists of.
+
+| part        | what                                                                                           |
+| ---         | ---                                                                                            |
+| parameters  | of the model                                                                                   |
+| gradients   | of the parameters                                                                              |
+| optimizer   | its state                                                                                      |
+| activations | made in the forward pass and freed in the backward pass: what is kept for it                   |
+| temporary   | everything else that operations make: results not kept, gradients on their way, recomputation  |
+| other       | what was there before and is none of these: the batch, buffers                                 |
+"""
 
 from __future__ import annotations
 
+import json
+import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import ProfilerActivity, profile
 
-from ._torch import TorchDispatchMode, tree_leaves
+from ._torch import TorchDispatchMode, fake_tensors, in_backward, tree_leaves, tree_map_only
+from .errors import ConfigError, InputError
+from .patch import draws_set_aside
+from .report import Report, Table, gibibytes, pyplot
 
-__all__ = ["peak_bytes", "saved_bytes"]
+__all__ = ["PARTS", "MemoryReport", "estimate", "in_training", "measure", "peak_bytes", "saved_bytes"]
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary", "other")
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
+    "none": None,
+    "sgd": torch.optim.SGD,
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+}
+AMP = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class MemoryReport(Report):
+    """Bytes at the peak of one training step, by part; `modules` has the activations of each module by name."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    temporary: int
+    other: int
+    modules: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, part) for part in PARTS)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"total": self.total, **asdict(self)}
+
+    def tables(self) -> list[Table]:
+        rows = [(part, gibibytes(getattr(self, part)), f"{getattr(self, part) / self.total:.0%}") for part in PARTS]
+        found = [Table("Peak memory of a training step", ("", "", ""), [*rows, ("total", gibibytes(self.total), "")])]
+        if self.modules:
+            largest = sorted(self.modules.items(), key=lambda item: -item[1])
+            shown = [(name or "(the model itself)", gibibytes(size)) for name, size in largest[:12]]
+            rest = sum(size for _, size in largest[12:])
+            if rest:
+                shown.append((f"{len(largest) - 12} others", gibibytes(rest)))
+            found.append(Table("Activations by module", ("module", ""), shown))
+        return found
+
+    def plot(self) -> Any:
+        """A bar of the parts, and the activations of the modules in the order they run."""
+        figure = pyplot().Figure(figsize=(9, 3.5), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(1, 2))
+        left.barh(PARTS[::-1], [getattr(self, part) / 2**30 for part in PARTS[::-1]])
+        left.set(xlabel="GiB", title=f"peak {gibibytes(self.total)}")
+        right.bar(range(len(self.modules)), [size / 2**20 for size in self.modules.values()])
+        right.set(xlabel="module, in the order of the forward pass", ylabel="MiB", title="activations")
+        return figure
+
+
+def estimate(
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: str | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "adamw",
+    amp: str | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    train_step: Callable[[nn.Module, Any], object] | None = None,
+) -> MemoryReport:
+    """The peak memory of one training step, without running it: nothing is computed or allocated.
+
+    The step is forward, backward and optimizer, gradients set to None before it, in a run that is under way (the
+    optimizer has its state). What kernels use inside is not seen. The model stays as it is.
+
+    Args:
+        model: any model, patched by keepgrad, checkpointed or frozen in part; on the meta device it counts as on
+            the CPU.
+        batch: the shape of the input, `(64, 3, 224, 224)`, or a batch: a tensor, or a tuple, list or dictionary
+            of arguments for the model.
+        optimizer: a name of `OPTIMIZERS`, or a function from parameters to an optimizer.
+        amp: "bf16" or "fp16" for autocast around the forward pass.
+        loss: from the model's output to the loss; by default the mean of the output, or its `loss` if it has one.
+        train_step: forward and backward, as `train_step(model, batch)`, in place of the two.
+
+    Raises:
+        ConfigError: if an argument is not one of those above.
+        InputError: if the batch does not fit the model.
+    """
+    if amp not in AMP:
+        raise ConfigError(f"amp={amp!r} is not known; use None, 'bf16' or 'fp16'")
+    if train_step is not None and (loss is not None or amp is not None):
+        raise ConfigError("train_step does the whole of forward and backward; leave out loss and amp")
+    state = _optimizer_bytes(model, optimizer)
+    step = train_step or (lambda model, batch: _forward_backward(model, batch, loss, amp))
+    rng_state = torch.get_rng_state()
+    with ExitStack() as stack:
+        stack.callback(torch.set_rng_state, rng_state)
+        stack.enter_context(in_training(model))
+        stack.enter_context(draws_set_aside(model))
+        stack.enter_context(fake_tensors())
+        own = {id(t): _without_data(t) for t in (*model.parameters(), *model.buffers())}
+        named = {**_all_named(model.named_parameters), **_all_named(model.named_buffers)}
+        fakes = {f"model.{name}": own[id(t)] for name, t in named.items()}
+        arguments = _batch_without_data(batch, next(iter(own.values()), None))
+        ledger = stack.enter_context(_Ledger(model))
+        for parameter in model.parameters():
+            ledger.add_parameter(own[id(parameter)])
+        for t in (*own.values(), *(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))):
+            ledger.add(t, "other", before=True)
+        try:
+            torch.func.functional_call(_Step(model, step), fakes, (arguments,))
+        except (RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            given = f"of shape {tuple(batch)}" if _is_shape(batch) else f"({type(batch).__name__})"
+            raise InputError(f"the training step fails on a batch {given}: {error}") from error
+    return ledger.report(optimizer=state)
+
+
+def measure(step: Callable[[], object], *, model: nn.Module | None = None) -> MemoryReport:
+    """Run `step`, a training step, and report its peak memory.
+
+    On the CPU the peak is that of torch's allocator during the step, on top of the tensors from before that the step
+    uses; where there is a GPU it is the peak of the CUDA allocator.
+
+    Args:
+        step: a function of no arguments; it runs once.
+        model: gives the names for the report by module.
+    """
+    if not callable(step):
+        raise InputError(
+            f"step is a {type(step).__name__}; give a function without arguments that runs a training step"
+        )
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        with _Ledger(model) as ledger:
+            step()
+        torch.cuda.synchronize()
+        return ledger.report(total=torch.cuda.max_memory_allocated())
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found,
+        _Ledger(model) as ledger,
+    ):
+        step()
+    return ledger.report(allocated=_allocator_peak(found))
 
 
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
@@ -35,35 +202,256 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
 def peak_bytes(step: Callable[[], object]) -> int:
     """The most bytes that tensors made during `step` occupy at one time, on any device; what kernels use inside is
     not seen."""
-    with _LiveBytes() as live:
+    with _Ledger(None) as ledger:
         step()
-    return live.peak
+    return ledger.peak([record for record in ledger.records if record.born])[0]
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations make, from when they appear until they are freed."""
+@contextmanager
+def in_training(model: nn.Module) -> Iterator[None]:
+    """The model in training mode. One that is in evaluation gets its modes back at the end."""
+    if model.training:
+        yield
+        return
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
-    def __init__(self) -> None:
+
+@dataclass
+class _Record:
+    """The life of a storage, in events of the ledger."""
+
+    size: int
+    kind: str
+    module: str
+    born: int  # 0: it was there before
+    from_forward: bool
+    died: int | None = None
+
+
+class _Ledger(TorchDispatchMode):
+    """Writes down every storage that operations make or touch, until it is freed."""
+
+    def __init__(self, model: nn.Module | None) -> None:
         super().__init__()
-        self.now = 0
-        self.peak = 0
-        self.seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.records: list[_Record] = []
+        self.of: weakref.WeakKeyDictionary[Any, _Record] = weakref.WeakKeyDictionary()
+        self.events = 0
+        self.names = {} if model is None else {id(module): name for name, module in model.named_modules()}
+        self.inside: list[str] = [""]
+        self.parameters: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self.hooks: list[Any] = []
+
+    def __enter__(self) -> _Ledger:
+        self.hooks = [
+            register_module_forward_pre_hook(lambda module, _: self.inside.append(self._name(module))),
+            register_module_forward_hook(lambda *_: self._leave(), always_call=True),
+            register_optimizer_step_post_hook(lambda optimizer, *_: self._add_state(optimizer)),
+        ]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self.hooks:
+            hook.remove()
+
+    def _name(self, module: nn.Module) -> str:
+        return self.names.get(id(module), self.inside[-1])
+
+    def _leave(self) -> None:
+        self.inside.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage() not in self.of:
+                if isinstance(tensor, nn.Parameter):
+                    self.add_parameter(tensor)
+                else:
+                    self.add(tensor, "other", before=True)
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if not isinstance(tensor, Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            if id(storage) in given or storage in self.seen:
-                continue
-            self.seen.add(storage)
-            size = storage.nbytes()
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._free, size)
+            if isinstance(tensor, Tensor):
+                self.add(tensor, "temporary")
         return out
 
-    def _free(self, size: int) -> None:
-        self.now -= size
+    def add_parameter(self, parameter: Tensor) -> None:
+        self.add(parameter, "parameters", before=True)
+        if parameter.requires_grad and parameter not in self.parameters:
+            self.parameters.add(parameter)
+            if parameter.grad is not None:
+                self.add(parameter.grad, "gradients", before=True)
+            self.hooks.append(parameter.register_post_accumulate_grad_hook(self._add_gradient))
+
+    def _add_gradient(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.add(parameter.grad, "gradients")
+        self.of[parameter.grad.untyped_storage()].kind = "gradients"
+
+    def _add_state(self, optimizer: torch.optim.Optimizer) -> None:
+        for tensor in tree_leaves([dict(state) for state in optimizer.state.values()]):
+            if isinstance(tensor, Tensor):
+                self.add(tensor, "optimizer")
+                self.of[tensor.untyped_storage()].kind = "optimizer"
+
+    def add(self, tensor: Tensor, kind: str, before: bool = False) -> None:
+        """Begin the record of a storage that has none; `before` says that it was there before the step."""
+        storage = tensor.untyped_storage()
+        if storage in self.of:
+            return
+        self.events += 1
+        born = 0 if before else self.events
+        record = _Record(storage.nbytes(), kind, self.inside[-1], born, not in_backward())
+        self.records.append(record)
+        self.of[storage] = record
+        weakref.finalize(storage, self._free, record)
+
+    def _free(self, record: _Record) -> None:
+        self.events += 1
+        record.died = self.events
+        if record.kind == "temporary" and record.from_forward and in_backward():
+            record.kind = "activations"
+
+    def peak(self, records: Sequence[_Record]) -> tuple[int, int]:
+        """The largest number of bytes that these records have at one time, and when."""
+        changes = sorted(
+            [(record.born, record.size) for record in records]
+            + [(record.died, -record.size) for record in records if record.died is not None]
+        )
+        now, most, when = 0, 0, 0
+        for event, change in changes:
+            now += change
+            if now > most:
+                most, when = now, event
+        return most, when
+
+    def report(self, optimizer: int = 0, total: int | None = None, allocated: int | None = None) -> MemoryReport:
+        """The parts at the peak.
+
+        `optimizer` is the state of an optimizer that was not run. `total` is the peak, or `allocated` what the step had
+        allocated then, by the allocator's own account.
+        """
+        _, when = self.peak(self.records)
+        alive = [r for r in self.records if r.born <= when and (r.died is None or r.died > when)]
+        parts = dict.fromkeys(PARTS, 0)
+        modules: dict[str, int] = {}
+        for record in alive:
+            parts[record.kind] += record.size
+            if record.kind == "activations":
+                modules[record.module] = modules.get(record.module, 0) + record.size
+        parts["optimizer"] += optimizer
+        if allocated is not None:
+            total = allocated + sum(record.size for record in alive if record.born == 0)
+        if total is not None:
+            parts["temporary"] = max(0, total - sum(size for part, size in parts.items() if part != "temporary"))
+        return MemoryReport(**parts, modules=modules)
+
+
+class _Step(nn.Module):
+    """A whole training step as a module, so that torch.func.functional_call swaps the parameters in backward too,
+    where checkpointed blocks run again."""
+
+    def __init__(self, model: nn.Module, step: Callable[[nn.Module, Any], object]) -> None:
+        super().__init__()
+        self.model, self.step = model, step
+
+    def forward(self, batch: Any) -> None:
+        self.step(self.model, batch)
+
+
+def _forward_backward(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None, amp: str | None) -> None:
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    device = leaves[0].device.type if leaves else "cpu"
+    with torch.autocast(device, dtype=AMP[amp], enabled=amp is not None):
+        if isinstance(batch, Mapping):
+            out = model(**batch)
+        else:
+            out = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        value = _default_loss(out) if loss is None else loss(out)
+    value.backward()
+
+
+def _default_loss(out: Any) -> Tensor:
+    own = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    found = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not found:
+        raise InputError("the model's output has no tensor with a gradient; give loss=..., or unfreeze a parameter")
+    return torch.stack([leaf.float().mean() for leaf in found]).sum()
+
+
+def _is_shape(batch: Any) -> bool:
+    return isinstance(batch, (tuple, list, torch.Size)) and bool(batch) and all(type(n) is int for n in batch)
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    """A fake twin of a tensor, in the fake mode that is on."""
+    device = "cpu" if tensor.device.type == "meta" else tensor.device
+    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+
+
+def _batch_without_data(batch: Any, like: Tensor | None) -> Any:
+    if _is_shape(batch):
+        if min(batch) < 1:
+            raise InputError(f"the shape {tuple(batch)} has a size below 1; give a shape such as (64, 3, 224, 224)")
+        if like is None:
+            return torch.empty(tuple(batch))
+        return torch.empty(tuple(batch), dtype=like.dtype if like.is_floating_point() else None, device=like.device)
+    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(batch)):
+        raise InputError(
+            f"the batch is a {type(batch).__name__}; give the shape of the input, e.g. (64, 3, 224, 224), or tensors"
+        )
+    return tree_map_only(Tensor, _without_data, batch)
+
+
+def _all_named(named: Callable[..., Iterator[tuple[str, Tensor]]]) -> dict[str, Tensor]:
+    return dict(named(remove_duplicate=False))
+
+
+def _optimizer_bytes(model: nn.Module, optimizer: str | Callable[..., torch.optim.Optimizer]) -> int:
+    """The bytes of the optimizer's state for the model, found by a step of it on small parameters."""
+    make = OPTIMIZERS.get(optimizer, optimizer) if isinstance(optimizer, str) else optimizer
+    if isinstance(make, str):
+        raise ConfigError(
+            f"optimizer={make!r} is not known; use one of {', '.join(OPTIMIZERS)}, or a function from parameters "
+            "to an optimizer, e.g. lambda params: torch.optim.AdamW(params, amsgrad=True)"
+        )
+    if make is None:
+        return 0
+    per_element: dict[torch.dtype, tuple[float, int]] = {}
+    total = 0.0
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.dtype not in per_element:
+            per_element[parameter.dtype] = _state_of(make, parameter.dtype)
+        each, constant = per_element[parameter.dtype]
+        total += parameter.numel() * each + constant
+    return int(total)
+
+
+def _state_of(make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype) -> tuple[float, int]:
+    """Bytes of state for each element of a parameter, and for each parameter besides."""
+    probe = nn.Parameter(torch.zeros(64, 64, dtype=dtype))
+    probe.grad = torch.ones_like(probe)
+    made = make([probe])
+    made.step()
+    states = [leaf for leaf in tree_leaves(dict(made.state.get(probe, {}))) if isinstance(leaf, Tensor)]
+    each = sum(leaf.nbytes for leaf in states if leaf.dim()) / probe.numel()
+    return each, sum(leaf.nbytes for leaf in states if not leaf.dim())
+
+
+def _allocator_peak(found: profile) -> int:
+    """The most bytes that the step had allocated at one time on the CPU, by the profiler's trace."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        found.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(errors="replace"))["traceEvents"]
+    changes = [e for e in events if e.get("name") == "[memory]" and e["args"].get("Device Type") == 0]
+    return max((event["args"]["Total Allocated"] for event in changes), default=0)

@@ -105,6 +105,28 @@ def exact(model: nn.Module) -> Iterator[None]:
             state.exact = before[key]
 
 
+def block_names(model: nn.Module) -> list[str]:
+    """The names of the blocks that are patched; none if the model is plain."""
+    patched = {id(module) for module, patch in _patches(model) if isinstance(patch, _BlockForward)}
+    return [name for name, module in model.named_modules() if id(module) in patched]
+
+
+@contextmanager
+def draws_set_aside(model: nn.Module, seed: int | None = None) -> Iterator[None]:
+    """Masks drawn in this context, from `seed` if given, leave no trace in the model. Does nothing to a plain one."""
+    shared = {id(patch.shared): patch.shared for _, patch in _patches(model)}.values()
+    before = [dict(vars(state)) for state in shared]
+    for state in shared:
+        state.draw = None
+        if seed is not None or state.counter is not None:
+            state.counter = torch.tensor(seed or 0)
+    try:
+        yield
+    finally:
+        for state, fields in zip(shared, before, strict=True):
+            vars(state).update(fields)
+
+
 class _Patch:
     """A `forward` that keepgrad put on a module. `previous` is one that was there before, if not the class's own."""
 

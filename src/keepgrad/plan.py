@@ -13,6 +13,7 @@ from .adapters import Block, Unsupported, find_blocks
 from .config import KeepConfig, Settings, check_number
 from .errors import ConfigError, NoSiteError
 from .ops.branch import AttentionBranch
+from .report import aligned
 from .schedule import choose, ratios
 
 __all__ = ["Plan", "Site", "config_from", "make_plan"]
@@ -61,12 +62,10 @@ class Plan:
             share = f"{site.saved / site.plain:.2f}x" if site.plain else "-"
             ratio = f"{site.keep_ratio:.4g}"
             rows.append((site.name, site.kind, ratio, site.mask, site.reduce, site.method or "-", site.save, share))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         plain, saved = sum(s.plain for s in self.sites), sum(s.saved for s in self.sites)
         foot = f"{len(self.sites)} sites; saved in these branches, channels a position: {saved / plain:.2f}x"
         left = [f"left alone: {name}: {reason}" for name, reason in self.skipped]
-        return "\n".join([head, *lines, foot, *left])
+        return "\n".join([head, *aligned(rows), foot, *left])
 
 
 def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Block, list[Site]]]]:

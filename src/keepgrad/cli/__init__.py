@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import KeepgradError
-from . import demo
+from . import demo, estimate, fidelity
 
 __all__ = ["main"]
 
-COMMANDS = {"demo": demo}
+COMMANDS = {"demo": demo, "estimate": estimate, "fidelity": fidelity}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

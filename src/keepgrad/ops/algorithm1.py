@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import InputError
 
-__all__ = ["sbp"]
+__all__ = ["put_together", "sbp"]
 
 
 def sbp(f: Callable[[Tensor], Tensor], x: Tensor, kept: Tensor, dim: int = 1) -> Tensor:
@@ -35,6 +35,17 @@ def sbp(f: Callable[[Tensor], Tensor], x: Tensor, kept: Tensor, dim: int = 1) ->
     positions = x.shape[dim]
     keep = _mask(kept, positions, dim)
     index_kept, index_dropped = keep.nonzero().squeeze(1), (~keep).nonzero().squeeze(1)
+    return put_together(f, x, index_kept, index_dropped, dim)
+
+
+def put_together(
+    f: Callable[[Tensor], Tensor], x: Tensor, index_kept: Tensor, index_dropped: Tensor, dim: int = 1
+) -> Tensor:
+    """`f` of the kept positions with gradients and of the dropped ones without, in one output.
+
+    Raises:
+        InputError: if `f` changes the number of positions.
+    """
     out_kept = f(x.index_select(dim, index_kept))
     with torch.no_grad():
         out_dropped = f(x.index_select(dim, index_dropped))
@@ -44,7 +55,7 @@ def sbp(f: Callable[[Tensor], Tensor], x: Tensor, kept: Tensor, dim: int = 1) ->
             "sbp needs a position-wise f, which keeps that dimension"
         )
     shape = list(out_kept.shape)
-    shape[dim] = positions
+    shape[dim] = x.shape[dim]
     out = out_kept.new_zeros(shape)
     out = out.index_copy(dim, index_dropped, out_dropped.to(out.dtype))
     return out.index_copy(dim, index_kept, out_kept)

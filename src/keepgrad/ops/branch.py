@@ -78,18 +78,22 @@ class AttentionBranch:
         """All positions forward, the kept slots or heads backward; the residual is added."""
         reduced = kept is not None or kept_heads is not None
         if self._is_whole(reduced, save):
-            out = self._attend(run([*self.before, self.projection], x, kept, save))
+            out = self.attend(run([*self.before, self.projection], x, kept, save))
             return run(self.after, out, kept, save, residual)
         stage = self._stage(method if reduced else "qkv", kept_heads)
         return run([*self.before, stage, *self.after], x, kept, save, residual)
 
-    def _attend(self, qkv: Tensor) -> Tensor:
+    def attend(self, qkv: Tensor) -> Tensor:
         """Attention under plain autograd."""
+        out = F.scaled_dot_product_attention(*self.heads_of(qkv), self.attn_mask, self.dropout, self.is_causal)
+        return out.transpose(1, 2).flatten(2)
+
+    def heads_of(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v with their norms, each `[batch, heads, n, dim]`."""
         q, k, v = (part.transpose(1, 2) for part in qkv.unflatten(-1, (3, self.heads, -1)).unbind(2))
         q = q if self.q_norm is None else run_stages([self.q_norm], q)
         k = k if self.k_norm is None else run_stages([self.k_norm], k)
-        out = F.scaled_dot_product_attention(q, k, v, self.attn_mask, self.dropout, self.is_causal)
-        return out.transpose(1, 2).flatten(2)
+        return q, k, v
 
     def saved_width(self, keep_ratio: float, save: str, method: str) -> tuple[float, float]:
         """Channels a position that plain autograd and keepgrad save."""

@@ -1,0 +1,86 @@
+"""The paper's Algorithm 1 on a whole model, as its published code does it: what keepgrad is compared with.
+
+In a ViT, `f` is the attention itself (kept rows among kept rows, the others among the others) and the MLP behind its
+norm; norms and projections stay with autograd. In a ConvNeXt, `f` is all that follows the depthwise convolution, and
+a whole downsampling layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .adapters import Block
+from .config import KeepConfig
+from .ops.algorithm1 import put_together
+from .ops.branch import AttentionBranch
+from .ops.chain import run_stages
+from .ops.stages import Link, Noise
+from .plan import make_plan
+from .sampling import Grid, sample
+
+__all__ = ["algorithm1"]
+
+
+def algorithm1(model: nn.Module, config: KeepConfig) -> None:
+    """Put Algorithm 1 on the sites that `apply` with this configuration would have. There is no way back."""
+    for block, sites in make_plan(model, config)[1]:
+        block.module.forward = _Forward(block, {site.kind: site.keep_ratio for site in sites})
+
+
+class _Forward:
+    def __init__(self, block: Block, ratios: dict[str, float]) -> None:
+        self.block, self.ratios = block, ratios
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.block.module.training:
+            return type(self.block.module).forward(self.block.module, *args, **kwargs)
+        return self.block.adapter.forward(self.block, self._run, *args, **kwargs)
+
+    def _run(
+        self,
+        kind: str,
+        x: Tensor,
+        grid: tuple[int, int],
+        prefix: int,
+        own: Callable[[Tensor], Tensor],
+        residual: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        if kind not in self.ratios:
+            return own(x)
+        split = _split(Grid(*grid, prefix), self.ratios[kind], x.device)
+        branch = self.block.adapter.branch(self.block.module, kind, **options)
+        if isinstance(branch, AttentionBranch):
+            fused = getattr(self.block.module.attn, "fused_attn", True)
+            attend = branch.attend if fused else lambda some: _attend_unfused(branch, some)
+            rows = run_stages([*branch.before, branch.projection], x)
+            out = run_stages(branch.after, put_together(attend, rows, *split))
+        else:
+            # Noise is drawn for all rows at once, so it stays outside.
+            before = 1 if residual is not None else 0
+            after = sum(isinstance(stage, Noise) for stage, _ in branch.links)
+            links: list[Link] = list(branch.links)
+            inside, outside = links[before : len(links) - after], links[len(links) - after :]
+            rows = run_stages(links[:before], x)
+            out = run_stages(outside, put_together(lambda some: run_stages(inside, some), rows, *split))
+        return out if residual is None else residual + out
+
+
+def _split(grid: Grid, keep_ratio: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The kept and the dropped positions, in a number that the ratio alone decides."""
+    positions = torch.arange(grid.prefix + grid.height * grid.width, device=device)
+    kept = sample(torch.randint(2**62, (), device=device), 1, grid, keep_ratio, "grid", "drop")
+    picked = positions if kept is None else kept.picked
+    order = torch.ones_like(positions).index_fill(0, picked, 0).argsort(stable=True)
+    return order[: len(picked)], order[len(picked) :]
+
+
+def _attend_unfused(branch: AttentionBranch, qkv: Tensor) -> Tensor:
+    """Attention by matmuls and a softmax, whose matrix autograd keeps, as before there were fused kernels."""
+    q, k, v = branch.heads_of(qkv)
+    weights = (q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(-1)
+    return (weights @ v).transpose(1, 2).flatten(2)

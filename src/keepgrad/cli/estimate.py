@@ -1,0 +1,165 @@
+"""The memory of a training step before it is run: full backprop, checkpointing, the paper and keepgrad side by side.
+
+Runs on fake tensors: no GPU, no memory, and seconds for a large model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..baseline import algorithm1
+from ..budget import checkpointed
+from ..config import KeepConfig
+from ..errors import ConfigError, NoSiteError
+from ..memory import AMP, OPTIMIZERS, MemoryReport, estimate
+from ..patch import apply
+from ..report import Table, gibibytes
+from . import models
+
+__all__ = ["add_arguments", "run"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train: how a model is changed for it."""
+
+    name: str
+    change: Callable[[nn.Module], object]
+    checkpointing: bool = False
+
+
+def kept(**options: Any) -> Callable[[nn.Module], object]:
+    return lambda model: apply(model, **options)
+
+
+FULL = Method("full backprop", lambda model: None)
+PAPER = Method("Algorithm 1, the paper's layers", lambda model: algorithm1(model, KeepConfig(preset="paper")))
+METHODS = (
+    FULL,
+    Method("checkpointing", lambda model: None, checkpointing=True),
+    PAPER,
+    Method("Algorithm 1, all blocks", lambda model: algorithm1(model, KeepConfig(keep_ratio=0.5))),
+    Method("keepgrad exact", kept(preset="exact")),
+    Method("keepgrad accurate (default)", kept()),
+    Method("keepgrad small", kept(preset="small")),
+    Method("keepgrad paper", kept(preset="paper")),
+    Method("keepgrad 0.5", kept(keep_ratio=0.5)),
+    Method("keepgrad 0.25", kept(keep_ratio=0.25)),
+    Method("keepgrad 0.25, save input", kept(keep_ratio=0.25, save="input")),
+)
+
+# Table 1 of the paper: model, batch a GPU, MB without and with SBP at 0.5.
+PAPER_ROWS = (
+    ("vit_tiny_patch16_224", 256, 8248, 5587),
+    ("vit_base_patch16_224", 64, 10083, 7436),
+    ("convnext_tiny", 128, 12134, 7059),
+    ("convnext_base", 64, 14130, 8758),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a model of timm, e.g. vit_base_patch16_224")
+    parser.add_argument("--batch", type=models.positive, default=64, help="images a step (default: 64)")
+    parser.add_argument("--size", type=models.positive, help="pixels a side (default: the model's own)")
+    parser.add_argument("--amp", choices=[name for name in AMP if name], help="autocast to this type")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="(default: adamw)")
+    parser.add_argument("--paper-table", action="store_true", help="Table 1 of the paper, estimated, instead")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.paper_table == (args.model is not None):
+        raise ConfigError("give a model, e.g. keepgrad estimate vit_base_patch16_224 --batch 64, or --paper-table")
+    if args.paper_table:
+        _paper_table(args.json)
+        return
+    found = dict(_estimates(args.model, args.batch, args.size, args.amp, args.optimizer, METHODS))
+    if args.json:
+        print(json.dumps({name: report.to_dict() for name, report in found.items()}, indent=2))
+        return
+    full = found[FULL.name].total
+    parts = ("activations", "temporary", "parameters", "gradients", "optimizer")
+    rows = [
+        (name, gibibytes(report.total), f"{report.total / full:.2f}x", *(gibibytes(getattr(report, p)) for p in parts))
+        for name, report in found.items()
+    ]
+    amp = f"autocast to {args.amp}" if args.amp else "no autocast"
+    title = f"{args.model}, batch {args.batch}, {amp}, {args.optimizer}: peak of a training step, estimated"
+    print(Table(title, ("method", "peak", "", *parts), rows).to_text())
+
+
+def _estimates(
+    name: str, batch: int, size: int | None, amp: str | None, optimizer: str, methods: tuple[Method, ...]
+) -> Iterator[tuple[str, MemoryReport]]:
+    for method in methods:
+        options = {} if size is None or "convnext" in name else {"img_size": size}
+        model = models.create(name, device="meta", **options)
+        try:
+            method.change(model)
+        except NoSiteError:
+            if method is PAPER:
+                print(f"{name} has no block that keepgrad knows; only methods that need none are shown")
+            continue
+        with checkpointed(model) if method.checkpointing else nullcontext():
+            yield method.name, estimate(model, (batch, *models.size_of(model, size)), optimizer=optimizer, amp=amp)
+
+
+def _paper_table(as_json: bool) -> None:
+    """The paper's figures, its method in its setting (fp16, attention matrices kept, as in 2022), and keepgrad's."""
+    smallest = Method("smallest", kept(keep_ratio=0.25, save="input"))
+    ours = (FULL, Method("paper", kept(preset="paper")), Method("default", kept()), smallest)
+    rows, data = [], []
+    for name, batch, plain_mb, sbp_mb in PAPER_ROWS:
+        theirs = tuple(Method(m.name, _unfused(m.change)) for m in (FULL, PAPER))
+        then = dict(_estimates(name, batch, None, "fp16", "adamw", theirs))
+        now = dict(_estimates(name, batch, None, "fp16", "adamw", ours))
+        full_then, full_now = then[FULL.name].total, now[FULL.name].total
+        rows.append(
+            (
+                f"{name}, batch {batch}",
+                f"{plain_mb} / {sbp_mb}",
+                f"{sbp_mb / plain_mb:.2f}x",
+                f"{full_then / 2**20:.0f} / {then[PAPER.name].total / 2**20:.0f}",
+                f"{then[PAPER.name].total / full_then:.2f}x",
+                f"{full_now / 2**20:.0f}",
+                *(f"{now[m.name].total / full_now:.2f}x" for m in ours[1:]),
+            )
+        )
+        data.append(
+            {
+                "model": name,
+                "batch": batch,
+                "paper_mb": [plain_mb, sbp_mb],
+                "algorithm1": {key: report.to_dict() for key, report in then.items()},
+                "keepgrad": {key: report.to_dict() for key, report in now.items()},
+            }
+        )
+    if as_json:
+        print(json.dumps(data, indent=2))
+        return
+    head = ("network", "paper, MB", "", "Algorithm 1, MiB", "", "full today, MiB", "paper", "default", "smallest")
+    note = (
+        "paper, MB: Table 1, without and with SBP at 0.5, measured on a GPU. Algorithm 1: the same, estimated in\n"
+        "the paper's setting (fp16 autocast, AdamW, attention without a fused kernel). full today: timm's model with\n"
+        "fused attention. The last three are keepgrad's, against it: preset paper, the default, and keep_ratio 0.25\n"
+        "with save='input'."
+    )
+    print(Table("Table 1 of the paper, and keepgrad", head, rows, note).to_text())
+
+
+def _unfused(change: Callable[[nn.Module], object]) -> Callable[[nn.Module], None]:
+    def both(model: nn.Module) -> None:
+        module: Any
+        for module in model.modules():
+            if hasattr(module, "fused_attn"):
+                module.fused_attn = False
+        change(model)
+
+    return both

@@ -1,0 +1,132 @@
+"""How results are shown: one kind of table for the terminal, a notebook and a machine.
+
+A report says what its tables and its data are. `print(report)` shows the tables (through rich where it is installed),
+a notebook shows them as HTML, `to_dict` and `to_json` give the data, and `save_plot` the picture of its `plot`.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import KeepgradError
+
+__all__ = ["Report", "Table", "aligned", "gibibytes", "pyplot"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a head. The first column is left-aligned, the others right; `note` stands below."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    note: str = ""
+
+    def to_text(self) -> str:
+        try:
+            from rich.console import Console
+        except ImportError:
+            return "\n".join(filter(None, [self.title, *aligned([self.head, *self.rows]), self.note]))
+        # As wide as the content: a report may be printed into a file, and rows that wrap cannot be read.
+        console = Console(width=10_000, no_color=True, highlight=False)
+        with console.capture() as captured:
+            console.print(self._rich())
+        lines = [line.rstrip() for line in captured.get().splitlines()]
+        return "\n".join(filter(None, [self.title, *lines, self.note]))
+
+    def _rich(self) -> Any:
+        from rich import box
+        from rich.table import Table as RichTable
+
+        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+        for number, name in enumerate(self.head):
+            table.add_column(name, justify="right" if number else "left", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def to_html(self) -> str:
+        def line(cells: Sequence[str], tag: str) -> str:
+            styles = ["left", *["right"] * (len(cells) - 1)]
+            parts = (
+                f'<{tag} style="text-align:{style}">{html.escape(cell)}</{tag}>'
+                for style, cell in zip(styles, cells, strict=True)
+            )
+            return f"<tr>{''.join(parts)}</tr>"
+
+        body = "".join(line(row, "td") for row in self.rows)
+        note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
+        caption = f"<caption>{html.escape(self.title)}</caption>"
+        return f"<table>{caption}<thead>{line(self.head, 'th')}</thead><tbody>{body}</tbody></table>{note}"
+
+
+class Report:
+    """A result that can be shown. Subclasses say what their tables, their data and their picture are."""
+
+    def tables(self) -> list[Table]:
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """The data, in plain types."""
+        raise NotImplementedError
+
+    def plot(self) -> Any:
+        """A matplotlib figure."""
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        return "\n\n".join(table.to_text() for table in self.tables())
+
+    def _repr_html_(self) -> str:
+        return "".join(table.to_html() for table in self.tables())
+
+    def save_plot(self, path: str | Path) -> None:
+        """Write the picture to a file, whole or not at all.
+
+        Raises:
+            KeepgradError: if the file cannot be written, or not in the format that its name asks for.
+        """
+        path = Path(path)
+        partial = path.with_name(f".{path.stem}.partial{path.suffix}")
+        try:
+            self.plot().savefig(partial, dpi=150, bbox_inches="tight")
+            os.replace(partial, path)
+        except (OSError, ValueError) as error:
+            partial.unlink(missing_ok=True)
+            raise KeepgradError(f"cannot write the picture {path}: {error}; give a writable .png or .svg") from None
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of text as lines, columns below one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def gibibytes(size: float) -> str:
+    """A number of bytes for people."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= factor:
+            return f"{size / factor:.2f} {unit}"
+    return f"{size:.0f} B"
+
+
+def pyplot() -> Any:
+    """matplotlib's figure module, without a window.
+
+    Raises:
+        KeepgradError: if matplotlib is not installed.
+    """
+    try:
+        from matplotlib import figure
+    except ImportError:
+        raise KeepgradError("pictures need matplotlib: pip install 'keepgrad[report]'") from None
+    return figure
