@@ -3,6 +3,7 @@
 - A module's hooks can only be seen in its private dictionaries; torch has no question for them.
 - `TorchDispatchMode` is how torch's own FLOP counter sees operations; it lives in a module with an underscore.
 - `FakeTensorMode` runs a model on tensors without data; torch.compile stands on it.
+- `Tensor.backward` puts modes that watch torch's functions out of force; the engine behind it does not.
 - Whether the autograd engine is at work can only be asked by the number of its current task.
 """
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["TorchDispatchMode", "fake_tensors", "has_hooks", "in_backward", "tree_leaves", "tree_map_only"]
+__all__ = ["TorchDispatchMode", "backward", "fake_tensors", "has_hooks", "in_backward", "tree_leaves", "tree_map_only"]
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -33,3 +34,10 @@ def fake_tensors() -> AbstractContextManager:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def backward(loss: torch.Tensor) -> None:
+    """`loss.backward()`, with the modes in force that are in force now."""
+    ones = torch.ones_like(loss)
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -29,9 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
-from ._torch import TorchDispatchMode, fake_tensors, in_backward, tree_leaves, tree_map_only
+from ._torch import TorchDispatchMode, backward, fake_tensors, in_backward, tree_leaves, tree_map_only
 from .errors import ConfigError, InputError
 from .patch import draws_set_aside
 from .report import Report, Table, gibibytes, pyplot
@@ -48,6 +49,13 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
     "rmsprop": torch.optim.RMSprop,
 }
 AMP = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# What CUDA's autocast does in float32, by torch's documentation; that of the CPU leaves most of it as it is.
+FLOAT32_ON_CUDA = {
+    *("binary_cross_entropy_with_logits", "cross_entropy", "huber_loss", "kl_div", "l1_loss", "mse_loss"),
+    *("nll_loss", "smooth_l1_loss", "group_norm", "layer_norm", "norm", "normalize", "softmax", "log_softmax"),
+    *("softplus", "cumprod", "cumsum", "prod", "sum", "exp", "log", "pow", "reciprocal", "rsqrt"),
+}
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,7 @@ def estimate(
         batch: the shape of the input, `(64, 3, 224, 224)`, or a batch: a tensor, or a tuple, list or dictionary
             of arguments for the model.
         optimizer: a name of `OPTIMIZERS`, or a function from parameters to an optimizer.
-        amp: "bf16" or "fp16" for autocast around the forward pass.
+        amp: "bf16" or "fp16" for autocast around the forward pass, by CUDA's rules wherever the model is.
         loss: from the model's output to the loss; by default the mean of the output, or its `loss` if it has one.
         train_step: forward and backward, as `train_step(model, batch)`, in place of the two.
 
@@ -366,13 +374,32 @@ class _Step(nn.Module):
 def _forward_backward(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None, amp: str | None) -> None:
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     device = leaves[0].device.type if leaves else "cpu"
-    with torch.autocast(device, dtype=AMP[amp], enabled=amp is not None):
-        if isinstance(batch, Mapping):
-            out = model(**batch)
-        else:
-            out = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-        value = _default_loss(out) if loss is None else loss(out)
-    value.backward()
+    with _CudaRules(device):
+        with torch.autocast(device, dtype=AMP[amp], enabled=amp is not None):
+            if isinstance(batch, Mapping):
+                out = model(**batch)
+            else:
+                out = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+            value = _default_loss(out) if loss is None else loss(out)
+        backward(value)
+
+
+class _CudaRules(TorchFunctionMode):
+    """Autocast on another device with those operations in float32 that CUDA does in float32."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in FLOAT32_ON_CUDA and torch.is_autocast_enabled(self.device):
+            args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _default_loss(out: Any) -> Tensor:

@@ -75,10 +75,10 @@ def _dataset(root: str) -> tuple[Any, int]:
 
 
 def _batches(dataset: Any, model: Any, args: argparse.Namespace) -> list[tuple[Tensor, Tensor]]:
+    from PIL import Image
     from timm.data import create_transform
 
-    size = models.size_of(model, args.size)
-    dataset.transform = create_transform(input_size=size, is_training=False)
+    transform = create_transform(input_size=models.size_of(model, args.size), is_training=False)
     wanted = args.batch_size * args.batches
     if len(dataset) < wanted:
         raise InputError(
@@ -88,8 +88,10 @@ def _batches(dataset: Any, model: Any, args: argparse.Namespace) -> list[tuple[T
     order = torch.randperm(len(dataset))[:wanted].tolist()
     pairs = []
     for index in order:
+        # Not dataset[index], which takes another image where one cannot be read.
+        file, label = dataset.reader[index]
         try:
-            pairs.append(dataset[index])
+            pairs.append((transform(Image.open(file).convert("RGB")), label))
         except OSError as error:
             raise InputError(f"{dataset.filename(index)} cannot be read as an image: {error}") from None
     found = []

@@ -57,8 +57,11 @@ def put_together(
     shape = list(out_kept.shape)
     shape[dim] = x.shape[dim]
     out = out_kept.new_zeros(shape)
-    out = out.index_copy(dim, index_dropped, out_dropped.to(out.dtype))
-    return out.index_copy(dim, index_kept, out_kept)
+    # Assignment by index saves the index alone; index_copy would save the rows as well.
+    positions = out.movedim(dim, 0)
+    positions[index_dropped] = out_dropped.to(out.dtype).movedim(dim, 0)
+    positions[index_kept] = out_kept.movedim(dim, 0)
+    return out
 
 
 def _mask(kept: Tensor, positions: int, dim: int) -> Tensor:

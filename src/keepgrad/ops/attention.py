@@ -50,6 +50,7 @@ class SelfAttention(Stage):
     k_norm: Callable[..., Tensor] | None = None
     counts: tuple[int, int, int] = (1, 0, 0)  # of tensors: projection, q_norm, k_norm
     heavy = True
+    casts = True
 
     @property
     def reads_all(self) -> bool:  # type: ignore[override]

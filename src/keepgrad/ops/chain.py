@@ -232,6 +232,9 @@ def _redo(
         need_input = i > spec.first or spec.input_needs
         at = Point(value, tensors[i], spec.needs[i], extras[i], kept, needed[i + 1], need_input)
         value, pulls[i] = spec.stages[i].vjp(at)
+        if value is not None and spec.autocast is not None and i + 1 < end and spec.stages[i + 1].casts:
+            # What is held until the next stage's turn is what it reads.
+            value = cast(value, spec.autocast)
     return pulls
 
 

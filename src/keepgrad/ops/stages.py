@@ -67,6 +67,8 @@ class Stage:
     """Whether what follows is not reduced to slots either."""
     makes_new = False
     """Whether its output and its input gradient are surely new tensors, which the next stage may overwrite."""
+    casts = False
+    """Whether autocast has it read its input in lower precision."""
     overwrites = False
     """Whether `overwrite` may take the place of `forward`, and whether `vjp` overwrites the gradient it is given."""
 
@@ -224,6 +226,7 @@ class Linear(Stage):
     biases: tuple[bool, ...]
     scaled: bool = False
     heavy = True
+    casts = True
     makes_new = True
 
     def layers(self, tensors: tuple[Any, ...]) -> list[tuple[Any, Any]]:
