@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tarfile
 
 import pytest
 import torch
@@ -88,8 +89,19 @@ def test_fidelity_prints_layers_and_writes_a_picture(folder, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "stages.0.blocks.0" in done.stdout
     assert "whole" in done.stdout
+    assert "head.fc" in done.stdout
     with Image.open(picture) as image:
         assert image.width > 500
+
+
+def test_fidelity_reads_a_tar(folder, tmp_path):
+    with tarfile.open(tmp_path / "images.tar", "w") as tar:
+        tar.add(folder, arcname="images")
+    args = ("--data", str(tmp_path / "images.tar"), "--size", "64", "--batch-size", "2", "--draws", "1", "--json")
+    done = keepgrad("fidelity", "convnext_atto", *args, "--output", str(tmp_path / "a.png"))
+    assert done.returncode == 0, done.stderr
+    sizes = {layer["name"]: layer["size"] for layer in json.loads(done.stdout)["layers"]}
+    assert sizes["head.fc"] == (320 + 1) * 3
 
 
 def test_fidelity_reads_weights_without_running_code(folder, tmp_path):

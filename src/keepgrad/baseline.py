@@ -61,7 +61,7 @@ class _Forward:
             out = run_stages(branch.after, put_together(attend, rows, *split))
         else:
             # Noise is drawn for all rows at once, so it stays outside.
-            before = 1 if residual is not None else 0
+            before = 1 if "attention" in self.block.kinds else 0
             after = sum(isinstance(stage, Noise) for stage, _ in branch.links)
             links: list[Link] = list(branch.links)
             inside, outside = links[before : len(links) - after], links[len(links) - after :]

@@ -72,7 +72,7 @@ class FidelityReport(Report):
     def tables(self) -> list[Table]:
         head = ("layer", "cosine", "norm ratio", "bias", "spread", "adam")
         rows = [layer.cells() for layer in (*self.layers, self.whole)]
-        title = f"Agreement with exact gradients, {self.draws} draws of the masks, {self.batches} batches"
+        title = f"Agreement with exact gradients; draws of the masks: {self.draws}, batches: {self.batches}"
         note = "bias: cosine of the mean gradient; spread: what averages out; adam: cosine of Adam's update"
         return [Table(title, head, rows, note)]
 
@@ -83,13 +83,13 @@ class FidelityReport(Report):
         names = [layer.name for layer in self.layers]
         for figure_of, style in (("cosine", "o-"), ("bias", "s--"), ("adam", "^:")):
             above.plot(names, [getattr(layer, figure_of) for layer in self.layers], style, label=figure_of)
-        above.set(ylabel="cosine with the exact gradient", title=f"whole: {self.whole.cosine:.4f}")
+        above.set(ylabel="cosine", title=f"agreement with exact gradients; whole: {self.whole.cosine:.4f}")
         above.legend()
         above.grid(alpha=0.3)
         below.plot(names, [layer.norm_ratio for layer in self.layers], "o-", label="norm ratio")
         below.plot(names, [layer.spread for layer in self.layers], "x--", label="spread")
         below.axhline(1, color="grey", linewidth=0.8)
-        below.set(ylabel="relative to the exact gradient")
+        below.set(ylabel="ratio")
         below.legend()
         below.grid(alpha=0.3)
         below.tick_params(axis="x", rotation=60)

@@ -203,6 +203,11 @@ class VisionTransformerBlock(Adapter):
         return set(range(count - round(count * 2 / 3), count))
 
 
+def _rows(maps: Tensor) -> Tensor:
+    """Maps `[batch, channels, height, width]` as rows; a view where they are channels-last, as behind a block."""
+    return maps.permute(0, 2, 3, 1).flatten(1, 2)
+
+
 class ConvNeXtBlock(Adapter):
     """`timm.models.convnext.ConvNeXtBlock` and the downsampling layers between stages.
 
@@ -247,21 +252,21 @@ class ConvNeXtBlock(Adapter):
     @staticmethod
     def forward(block: Block, run: RunBranch, x: Tensor) -> Tensor:
         module: Any = block.module
-        mixed = module.conv_dw(x)
+        mixed, shortcut = module.conv_dw(x), module.shortcut(x)
+        height, width = mixed.shape[2:]
 
         def own(rows: Tensor) -> Tensor:
-            maps = rows.unflatten(1, mixed.shape[2:])
+            maps = rows.unflatten(1, (height, width))
             if module.use_conv_mlp:
                 maps = module.mlp(module.norm(maps.permute(0, 3, 1, 2))).permute(0, 2, 3, 1)
             else:
                 maps = module.mlp(module.norm(maps))
             if module.gamma is not None:
                 maps = maps * module.gamma
-            return module.drop_path(maps).flatten(1, 2)
+            return module.drop_path(maps).flatten(1, 2) + _rows(shortcut)
 
-        height, width = mixed.shape[2:]
-        rows = run("mlp", mixed.permute(0, 2, 3, 1).flatten(1, 2), (height, width), 0, own)
-        return rows.unflatten(1, (height, width)).permute(0, 3, 1, 2) + module.shortcut(x)
+        rows = run("mlp", _rows(mixed), (height, width), 0, own, residual=_rows(shortcut))
+        return rows.unflatten(1, (height, width)).permute(0, 3, 1, 2)
 
     @staticmethod
     def paper_layers(blocks: Sequence[Block]) -> set[int]:

@@ -68,10 +68,10 @@ def _dataset(root: str) -> tuple[Any, int]:
         raise InputError(f"--data {root}: there is no such folder or file; give images with one folder per class")
     try:
         dataset = create_dataset("", root=root)
-        classes = len(dataset.reader.class_to_idx)
+        names = getattr(dataset.reader, "class_to_idx", None) or getattr(dataset.reader, "class_name_to_idx", {})
     except (AssertionError, RuntimeError, OSError, ValueError) as error:
         raise InputError(f"--data {root}: {error}; give a folder or tar of images with one folder per class") from None
-    return dataset, max(classes, 1)
+    return dataset, max(len(names), 1)
 
 
 def _batches(dataset: Any, model: Any, args: argparse.Namespace) -> list[tuple[Tensor, Tensor]]:
