@@ -20,6 +20,17 @@ def test_position_wise_models_have_their_own_forward():
     torch.testing.assert_close(twin(x), model(x))
 
 
+def test_dropout_in_the_middle_stays_where_it_is():
+    model = vit(proj_drop_rate=0.3, drop_path_rate=0.3)
+    algorithm1(model, KeepConfig(keep_ratio=0.5))
+    x = images()
+    kept = saved_bytes(lambda: model(x), model)
+    plain = vit(proj_drop_rate=0.3, drop_path_rate=0.3)
+    assert kept < 0.85 * saved_bytes(lambda: plain(x), plain)
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_attention_sees_only_its_own_half():
     model = vit()
     mlp_only, both = copy.deepcopy(model), copy.deepcopy(model)

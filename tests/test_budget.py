@@ -9,7 +9,7 @@ from conftest import convnext
 
 import keepgrad
 from keepgrad.budget import bytes_of, checkpointed
-from keepgrad.errors import AlreadyAppliedError, BudgetError, ConfigError
+from keepgrad.errors import AlreadyAppliedError, BudgetError, CheckpointingError, ConfigError
 
 SHAPE = (64, 3, 64, 64)
 
@@ -65,6 +65,12 @@ def test_the_cheapest_setting_that_fits():
     assert "forward" not in vars(model)
 
 
+def test_settings_that_the_feature_maps_are_too_small_for_are_left_out():
+    found = keepgrad.fit(convnext(), (4, 3, 32, 32), "1TiB", by="cheapest")
+    assert {trial.name for trial in found.trials} >= {"full backprop", "preset exact"}
+    assert "preset accurate" not in {trial.name for trial in found.trials}
+
+
 def test_nothing_fits_is_said_with_what_is_needed():
     model = vit().train()
     for by in ("keep_ratio", "batch_size", "cheapest"):
@@ -108,7 +114,7 @@ def test_wrong_arguments_are_named():
 
 def test_checkpointing_is_asked_of_models_that_have_it():
     with (
-        pytest.raises(ConfigError, match="no set_grad_checkpointing"),
+        pytest.raises(CheckpointingError, match="no set_grad_checkpointing"),
         checkpointed(torch.nn.Linear(1, 1)),
     ):
         pass

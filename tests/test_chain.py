@@ -10,7 +10,7 @@ from keepgrad import Grid
 from keepgrad.memory import saved_bytes
 from keepgrad.ops.branch import Branch
 from keepgrad.ops.chain import run
-from keepgrad.ops.stages import linear, noise, pointwise
+from keepgrad.ops.stages import gelu, linear, noise, pointwise
 from keepgrad.sampling import Kept
 
 
@@ -141,3 +141,27 @@ def test_nothing_is_saved_for_frozen_layers():
     assert saved_bytes(lambda: run(links, x, None, "heavy"), Holder(p.values())) == 0
     run(links, x, None, "heavy").sum().backward()
     assert p["b2"].grad.tolist() == [32.0] * 6
+
+
+def test_a_gradient_that_is_also_somebody_elses_is_not_overwritten():
+    """With one row, autograd gives x and a bias added to it the same gradient tensor, which is that of the output."""
+    bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(1, 1, 6, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(1, 1, 6, dtype=torch.float64)
+    before = dy.clone()
+    out = run([gelu("none"), pointwise(torch.add, bias)], x, None, "heavy")
+    wanted = F.gelu(x) + bias
+    for a, b in zip(torch.autograd.grad(out, (x, bias), dy), torch.autograd.grad(wanted, (x, bias), dy), strict=True):
+        torch.testing.assert_close(a, b)
+    assert torch.equal(dy, before)
+
+
+def test_the_input_and_a_residual_are_not_overwritten():
+    p = parts()
+    x = torch.randn(2, 12, 6, dtype=torch.float64, requires_grad=True)
+    residual = torch.randn(2, 12, 6, dtype=torch.float64)
+    before = x.detach().clone(), residual.clone()
+    run([gelu("none"), *chain(p)], x, None, "input", residual).sum().backward()
+    run([gelu("none")], x, None, "heavy", x).sum().backward()
+    assert torch.equal(x.detach(), before[0])
+    assert torch.equal(residual, before[1])

@@ -119,6 +119,13 @@ def test_fidelity_reads_weights_without_running_code(folder, tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith(f"keepgrad fidelity: --checkpoint {weights} does not load into the model: ")
     assert done.stderr.count("\n") == 1
+    torch.save(timm.create_model("convnext_atto", num_classes=7).state_dict(), weights)
+    done = keepgrad(*args, "--checkpoint", str(weights))
+    assert done.returncode == 2
+    assert "size mismatch for head.fc.weight" in done.stderr
+    assert done.stderr.count("\n") == 1
+    done = keepgrad(*args, "--checkpoint", str(tmp_path / "none.pth"))
+    assert done.stderr.endswith("none.pth: there is no such file\n")
 
 
 @pytest.mark.parametrize(
@@ -126,6 +133,7 @@ def test_fidelity_reads_weights_without_running_code(folder, tmp_path):
     [
         (("estimate",), "give a model, e.g."),
         (("estimate", "vit_base", "--paper-table"), "give a model, e.g."),
+        (("estimate", "--paper-table", "--batch", "8"), "leave out --batch"),
         (("estimate", "vit_base_patch16_24"), "did you mean vit_base_patch16_224"),
         (("estimate", "vit_tiny_patch16_224", "--batch", "0"), "is not a whole number from 1"),
         (("fidelity", "vit_tiny_patch16_224", "--data", "no/such/folder"), "there is no such folder"),
@@ -143,9 +151,14 @@ def test_fidelity_names_an_image_it_cannot_read(folder, tmp_path):
     (tmp_path / "apple" / "broken.png").write_bytes(b"no image")
     done = keepgrad("fidelity", "convnext_atto", "--data", str(tmp_path), "--size", "64", "--batch-size", "1")
     assert done.returncode == 2
+    assert "has 1 classes; put the images into two or more folders" in done.stderr
+    (tmp_path / "bird").mkdir()
+    (tmp_path / "bird" / "broken.png").write_bytes(b"no image")
+    done = keepgrad("fidelity", "convnext_atto", "--data", str(tmp_path), "--size", "64", "--batch-size", "1")
+    assert done.returncode == 2
     assert "broken.png cannot be read as an image" in done.stderr
-    done = keepgrad("fidelity", "convnext_atto", "--data", str(tmp_path), "--size", "64", "--batch-size", "2")
-    assert "has 1 images, but 1 batches of 2 need 2" in done.stderr
+    done = keepgrad("fidelity", "convnext_atto", "--data", str(tmp_path), "--size", "64", "--batch-size", "4")
+    assert "has 2 images, but 1 batches of 4 need 4" in done.stderr
 
 
 def test_importing_keepgrad_imports_no_model_library():

@@ -1,8 +1,10 @@
 """The memory claims, on the models they are made for."""
 
 import copy
+import gc
 import json
 import time
+import weakref
 
 import pytest
 import timm
@@ -209,6 +211,7 @@ def test_a_batch_may_be_what_the_model_takes():
     [
         ((2, 3, 32, 32), {"amp": "fp8"}, ConfigError, "amp='fp8'"),
         ((2, 3, 32, 32), {"optimizer": "magic"}, ConfigError, "optimizer='magic'"),
+        ((2, 3, 32, 32), {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, ConfigError, "is not known"),
         ((2, 3, 32, 32), {"train_step": print, "amp": "bf16"}, ConfigError, "leave out loss and amp"),
         ((2, 3, 32), {}, InputError, "fails on a batch of shape"),
         ((0, 3, 32, 32), {}, InputError, "below 1"),
@@ -218,6 +221,37 @@ def test_a_batch_may_be_what_the_model_takes():
 def test_wrong_arguments_are_named(batch, options, error, words):
     with pytest.raises(error, match=words):
         keepgrad.estimate(vit(), batch, **options)
+
+
+def test_measuring_twice_gives_the_same():
+    """What one measured step leaves behind, gradients here, is there before the next and counted once."""
+    model = vit().train()
+    x = torch.randn(8, 3, 32, 32)
+
+    def step():
+        model(x).mean().backward()
+
+    step()
+    first, second = keepgrad.measure(step), keepgrad.measure(step)
+    assert first.total == pytest.approx(second.total, rel=0.01)
+    assert first.gradients == second.gradients == sum(p.nbytes for p in model.parameters())
+
+
+def test_a_model_that_was_measured_can_be_freed():
+    def measured():
+        model = vit().train()
+        keepgrad.estimate(model, (2, 3, 32, 32))
+        keepgrad.measure(lambda: model(torch.randn(2, 3, 32, 32)).mean().backward(), model=model)
+        return [weakref.ref(p) for p in model.parameters()]
+
+    held = measured()
+    gc.collect()
+    assert not any(ref() is not None for ref in held)
+
+
+def test_a_step_that_does_nothing_has_a_report():
+    assert keepgrad.measure(lambda: None).total == 0
+    assert "total" in str(keepgrad.measure(lambda: None))
 
 
 def test_measure_wants_a_step():
@@ -249,3 +283,13 @@ def test_the_whole_step_under_amp(name, batch, options, limit):
     full = keepgrad.estimate(model, (batch, 3, 224, 224), amp="bf16")
     keepgrad.apply(model, **options)
     assert keepgrad.estimate(model, (batch, 3, 224, 224), amp="bf16").total <= limit * full.total
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_measure_on_a_gpu_is_the_allocators_peak():
+    model = vit().train().cuda()
+    batch = torch.randn(8, 3, 32, 32, device="cuda")
+    found = keepgrad.measure(lambda: model(batch).mean().backward(), model=model)
+    assert found.total == torch.cuda.max_memory_allocated()
+    assert found.parameters == sum(p.nbytes for p in model.parameters())

@@ -10,9 +10,11 @@ from .config import KeepConfig
 from .errors import (
     AlreadyAppliedError,
     BudgetError,
+    CheckpointingError,
     ConfigError,
     InputError,
     KeepgradError,
+    MapTooSmallError,
     NoSiteError,
     NotAppliedError,
 )
@@ -28,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AlreadyAppliedError",
     "BudgetError",
+    "CheckpointingError",
     "Comparison",
     "ConfigError",
     "FidelityReport",
@@ -36,6 +39,7 @@ __all__ = [
     "InputError",
     "KeepConfig",
     "KeepgradError",
+    "MapTooSmallError",
     "MemoryReport",
     "NoSiteError",
     "NotAppliedError",

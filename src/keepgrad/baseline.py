@@ -60,11 +60,13 @@ class _Forward:
             rows = run_stages([*branch.before, branch.projection], x)
             out = run_stages(branch.after, put_together(attend, rows, *split))
         else:
-            # Noise is drawn for all rows at once, so it stays outside.
+            # Noise at the end is drawn for all rows at once, so it stays outside.
             before = 1 if "attention" in self.block.kinds else 0
-            after = sum(isinstance(stage, Noise) for stage, _ in branch.links)
             links: list[Link] = list(branch.links)
-            inside, outside = links[before : len(links) - after], links[len(links) - after :]
+            end = len(links)
+            while isinstance(links[end - 1][0], Noise):
+                end -= 1
+            inside, outside = links[before:end], links[end:]
             rows = run_stages(links[:before], x)
             out = run_stages(outside, put_together(lambda some: run_stages(inside, some), rows, *split))
         return out if residual is None else residual + out

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from .config import PRESETS
-from .errors import AlreadyAppliedError, BudgetError, ConfigError, InputError
+from .errors import AlreadyAppliedError, BudgetError, CheckpointingError, ConfigError, MapTooSmallError
 from .memory import MemoryReport, estimate
 from .patch import apply, block_names, remove
-from .report import Report, Table, gibibytes, pyplot
+from .report import Report, Table, figures, readable_bytes
 
 __all__ = ["Fit", "Trial", "bytes_of", "checkpointed", "fit"]
 
@@ -83,9 +83,11 @@ class Fit(Report):
 
     @property
     def keep_ratio(self) -> Any:
-        """The keep-ratio in force; 1 for full backprop."""
-        options = self.best.options or {"keep_ratio": 1.0}
-        return options.get("keep_ratio", PRESETS.get(options.get("preset", "accurate"), {}).get("keep_ratio"))
+        """The keep-ratio of the best setting; None where the model is left as it is."""
+        options = self.best.options
+        if options is None or "keep_ratio" in options:
+            return None if options is None else options["keep_ratio"]
+        return PRESETS[options["preset"]]["keep_ratio"]
 
     @property
     def memory(self) -> MemoryReport:
@@ -103,24 +105,24 @@ class Fit(Report):
             (
                 trial.name,
                 str(trial.batch_size),
-                gibibytes(trial.memory.total),
+                readable_bytes(trial.memory.total),
                 f"{trial.flops / 1e12:.3g}",
                 "yes" if trial.fits else "no",
                 "best" if trial is self.best else "",
             )
             for trial in self.trials
         ]
-        return [Table(f"What fits into {gibibytes(self.budget)}", head, rows)]
+        return [Table(f"What fits into {readable_bytes(self.budget)}", head, rows)]
 
     def plot(self) -> Any:
         """The memory of every trial, and the budget."""
-        figure = pyplot().Figure(figsize=(7, 1.5 + 0.3 * len(self.trials)), layout="constrained")
+        figure = figures().Figure(figsize=(7, 1.5 + 0.3 * len(self.trials)), layout="constrained")
         axes = figure.subplots()
         names = [f"{trial.name}, batch {trial.batch_size}" for trial in self.trials]
         colors = ["C0" if trial.fits else "C3" for trial in self.trials]
         axes.barh(names, [trial.memory.total / 2**30 for trial in self.trials], color=colors)
         axes.axvline(self.budget / 2**30, color="black", linewidth=1)
-        axes.set(xlabel="GiB", title=f"budget {gibibytes(self.budget)}")
+        axes.set(xlabel="GiB", title=f"budget {readable_bytes(self.budget)}")
         axes.invert_yaxis()
         return figure
 
@@ -171,13 +173,13 @@ def fit(
     search: dict[str, Callable[[], tuple[Trial, list[Trial]]]] = {
         "keep_ratio": lambda: _largest_ratio(lambda ratio: attempt({"keep_ratio": ratio, **options})),
         "batch_size": lambda: _largest_batch(lambda size: attempt(None, batch_size=size), limit),
-        "cheapest": lambda: _cheapest(model, attempt),
+        "cheapest": lambda: _cheapest(attempt),
     }
     best, trials = search[by]()
     if not best.fits:
         least = min(trials, key=lambda trial: trial.memory.total)
         raise BudgetError(
-            f"nothing fits into {gibibytes(limit)}: the least is {gibibytes(least.memory.total)} "
+            f"nothing fits into {readable_bytes(limit)}: the least is {readable_bytes(least.memory.total)} "
             f"({least.name}, batch {least.batch_size}); {_remedy(least, limit)}"
         )
     return Fit(limit, best, tuple(trials))
@@ -198,17 +200,20 @@ def checkpointed(model: nn.Module, on: bool = True) -> Iterator[None]:
     """The model's own checkpointing turned on, as it was before at the end; with `on` False, nothing.
 
     Raises:
-        ConfigError: if the model has none.
+        CheckpointingError: if the model has none.
     """
     if not on:
         yield
         return
     switch = getattr(model, "set_grad_checkpointing", None)
     if switch is None:
-        raise ConfigError(f"{type(model).__name__} has no set_grad_checkpointing; keepgrad cannot turn it on")
+        raise CheckpointingError(f"{type(model).__name__} has no set_grad_checkpointing; keepgrad cannot turn it on")
     before = [(m, m.grad_checkpointing) for m in model.modules() if "grad_checkpointing" in vars(m)]
-    switch(True)
     try:
+        try:
+            switch(True)
+        except AssertionError as error:
+            raise CheckpointingError(f"{type(model).__name__} cannot be checkpointed: {error}") from None
         yield
     finally:
         for module, state in before:
@@ -237,7 +242,7 @@ def _largest_ratio(attempt: Callable[[float], Trial]) -> tuple[Trial, list[Trial
         middle = (low + high) // 2
         try:
             trial = attempt(middle / STEPS)
-        except InputError:  # a group of the mask is larger than the feature map
+        except MapTooSmallError:
             low = middle
             continue
         trials.append(trial)
@@ -268,13 +273,12 @@ def _largest_batch(attempt: Callable[[int], Trial], limit: int) -> tuple[Trial, 
     return low, trials
 
 
-def _cheapest(model: nn.Module, attempt: Callable[..., Trial]) -> tuple[Trial, list[Trial]]:
+def _cheapest(attempt: Callable[..., Trial]) -> tuple[Trial, list[Trial]]:
     trials: list[Trial] = []
     for candidates in CLASSES:
         for settings, checkpointing in candidates:
-            if checkpointing and not hasattr(model, "set_grad_checkpointing"):
-                continue
-            trials.append(attempt(settings, checkpointing))
+            with suppress(MapTooSmallError, CheckpointingError):
+                trials.append(attempt(settings, checkpointing))
         fitting = [trial for trial in trials if trial.fits]
         if fitting:
             return min(fitting, key=lambda trial: trial.flops), trials
@@ -284,5 +288,7 @@ def _cheapest(model: nn.Module, attempt: Callable[..., Trial]) -> tuple[Trial, l
 def _remedy(least: Trial, limit: int) -> str:
     fixed = sum(getattr(least.memory, part) for part in ("parameters", "gradients", "optimizer"))
     if fixed > limit:
-        return f"parameters, gradients and optimizer alone take {gibibytes(fixed)}: take a smaller model or optimizer"
+        return (
+            f"parameters, gradients and optimizer alone take {readable_bytes(fixed)}: take a smaller model or optimizer"
+        )
     return f"take {'a smaller batch' if least.batch_size > 1 else 'a smaller model'} or smaller images"

@@ -3,9 +3,11 @@
 __all__ = [
     "AlreadyAppliedError",
     "BudgetError",
+    "CheckpointingError",
     "ConfigError",
     "InputError",
     "KeepgradError",
+    "MapTooSmallError",
     "NoSiteError",
     "NotAppliedError",
 ]
@@ -32,8 +34,16 @@ class NotAppliedError(KeepgradError, RuntimeError):
 
 
 class InputError(KeepgradError, ValueError):
-    """An input does not fit the plan, e.g. a feature map smaller than one group of the mask."""
+    """An input does not fit."""
+
+
+class MapTooSmallError(InputError):
+    """A feature map is smaller than one group of the mask."""
 
 
 class BudgetError(KeepgradError):
     """Nothing fits the memory budget; the message says how much would be needed."""
+
+
+class CheckpointingError(KeepgradError):
+    """The model cannot be checkpointed by its own means."""

@@ -29,10 +29,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from ._torch import tree_leaves
 from .config import KeepConfig
 from .errors import AlreadyAppliedError, ConfigError, InputError, NotAppliedError
-from .memory import in_training, saved_bytes
+from .memory import call, in_training, saved_bytes
 from .patch import apply, block_names, draws_set_aside, exact, remove
 from .plan import config_from
-from .report import Report, Table, gibibytes, pyplot
+from .report import Report, Table, figures, readable_bytes
 
 __all__ = ["Agreement", "Comparison", "FidelityReport", "Setting", "compare", "fidelity"]
 
@@ -41,7 +41,7 @@ Loss = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a group of parameters agrees; NaN where the exact gradient is zero."""
+    """How a group of parameters agrees; NaN where a gradient is zero, exact or kept."""
 
     name: str
     size: int
@@ -78,7 +78,7 @@ class FidelityReport(Report):
 
     def plot(self) -> Any:
         """Cosine, bias and norm ratio of the layers."""
-        figure = pyplot().Figure(figsize=(max(6.0, 0.45 * len(self.layers) + 3), 5.5), layout="constrained")
+        figure = figures().Figure(figsize=(max(6.0, 0.45 * len(self.layers) + 3), 5.5), layout="constrained")
         above, below = figure.subplots(2, 1, sharex=True)
         names = [layer.name for layer in self.layers]
         for figure_of, style in (("cosine", "o-"), ("bias", "s--"), ("adam", "^:")):
@@ -128,15 +128,14 @@ def fidelity(model: nn.Module, batch: Any, loss_fn: Loss, draws: int = 8) -> Fid
             rewind()
             with exact(model):
                 wanted = _gradient(model, inputs, targets, loss_fn, named)
-            kept = []
             for draw in range(draws):
                 rewind()
                 with draws_set_aside(model, seed=number * draws + draw):
-                    kept.append(_gradient(model, inputs, targets, loss_fn, named))
+                    kept = _gradient(model, inputs, targets, loss_fn, named)
                 for name, total in sums.items():
-                    total.add_draw(kept[-1][name], wanted[name])
-            for name, total in sums.items():
-                total.add_batch([grads[name] for grads in kept], wanted[name])
+                    total.add_draw(kept[name], wanted[name])
+            for total in sums.values():
+                total.end_batch(draws)
     return _report(model, named, sums, draws, len(batches))
 
 
@@ -172,7 +171,7 @@ class Comparison(Report):
             (
                 s.name,
                 *(f"{value:.4f}" for value in (s.cosine, s.norm_ratio, s.bias, s.spread, s.adam)),
-                gibibytes(s.bytes),
+                readable_bytes(s.bytes),
                 f"{s.bytes / self.full_bytes:.2f}x",
                 f"{s.flops / self.full_flops:.2f}x",
                 "*" if s.front else "",
@@ -187,7 +186,7 @@ class Comparison(Report):
 
     def plot(self) -> Any:
         """Agreement against bytes; the Pareto front is filled."""
-        figure = pyplot().Figure(figsize=(7, 4.5), layout="constrained")
+        figure = figures().Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.subplots()
         for s in self.settings:
             axes.scatter(s.bytes / self.full_bytes, s.cosine, color="C0", facecolors="C0" if s.front else "none")
@@ -250,6 +249,7 @@ class _Sums:
     dots: list[float]  # <g_k, g>
     kept_squares: list[float]  # |g_k|^2
     squares: list[float]  # |g|^2, for each draw
+    batch_mean: Tensor  # sum of g_k over the draws of the current batch
     kept_mean: Tensor  # sum of g_k
     mean: Tensor  # sum of g
     kept_second: Tensor  # sum of g_k^2
@@ -258,21 +258,24 @@ class _Sums:
 
     @classmethod
     def zeros(cls, parameter: Tensor) -> _Sums:
-        a, b, c, d = (torch.zeros_like(parameter, dtype=torch.float64) for _ in range(4))
-        return cls(parameter.numel(), [], [], [], a, b, c, d)
+        a, b, c, d, e = (torch.zeros_like(parameter, dtype=torch.float64) for _ in range(5))
+        return cls(parameter.numel(), [], [], [], a, b, c, d, e)
 
     def add_draw(self, kept: Tensor, wanted: Tensor) -> None:
         self.dots.append(float((kept * wanted).sum()))
         self.kept_squares.append(float(kept.square().sum()))
         self.squares.append(float(wanted.square().sum()))
-        self.kept_mean += kept
+        self.batch_mean += kept
         self.kept_second += kept.square()
         self.mean += wanted
         self.second += wanted.square()
 
-    def add_batch(self, kept: list[Tensor], wanted: Tensor) -> None:
-        mean = torch.stack(kept).mean(0)
-        self.scatter += sum(float((grad - mean).square().sum()) for grad in kept)
+    def end_batch(self, draws: int) -> None:
+        """The scatter of n vectors about their mean is the sum of their squares less the square of their sum over n."""
+        around = sum(self.kept_squares[-draws:]) - float(self.batch_mean.square().sum()) / draws
+        self.scatter += max(0.0, around)
+        self.kept_mean += self.batch_mean
+        self.batch_mean.zero_()
 
 
 def _agreement(name: str, parts: list[_Sums]) -> Agreement:
@@ -333,7 +336,6 @@ def _undisturbed(model: nn.Module) -> Iterator[Callable[[], None]]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = sorted({t.device.index for t in model.parameters() if t.device.type == "cuda"})
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices))
         stack.enter_context(in_training(model))
         stack.enter_context(torch.enable_grad())
         cpu_state = torch.get_rng_state()
@@ -357,19 +359,13 @@ def _gradient(
     model: nn.Module, inputs: Any, targets: Any, loss_fn: Loss, named: dict[str, nn.Parameter]
 ) -> dict[str, Tensor]:
     """The gradients by name, in float64, zero where the loss does not depend on the parameter."""
-    loss = loss_fn(_call(model, inputs), targets)
+    loss = loss_fn(call(model, inputs), targets)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise InputError(f"loss_fn returned {type(loss).__name__}; it has to return a tensor with one number")
     if not bool(torch.isfinite(loss.detach())):
         raise InputError(f"the loss is {float(loss.detach())}; give a batch with a finite loss")
     grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True, materialize_grads=True)
     return {name: grad.detach().double() for name, grad in zip(named, grads, strict=True)}
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
 def _batches(batch: Any) -> list[tuple[Any, Any]]:
@@ -394,7 +390,7 @@ def _cost(model: nn.Module, inputs: Any, targets: Any, loss_fn: Loss) -> tuple[i
     """Bytes saved for backward, and FLOPs of forward and backward."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with _undisturbed(model), draws_set_aside(model, seed=0):
-        size = saved_bytes(lambda: loss_fn(_call(model, inputs), targets), model)
+        size = saved_bytes(lambda: loss_fn(call(model, inputs), targets), model)
         with FlopCounterMode(display=False) as counter:
             _gradient(model, inputs, targets, loss_fn, named)
     return size, counter.get_total_flops()

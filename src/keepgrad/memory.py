@@ -35,9 +35,9 @@ from torch.profiler import ProfilerActivity, profile
 from ._torch import TorchDispatchMode, backward, fake_tensors, in_backward, tree_leaves, tree_map_only
 from .errors import ConfigError, InputError
 from .patch import draws_set_aside
-from .report import Report, Table, gibibytes, pyplot
+from .report import Report, Table, figures, readable_bytes
 
-__all__ = ["PARTS", "MemoryReport", "estimate", "in_training", "measure", "peak_bytes", "saved_bytes"]
+__all__ = ["PARTS", "MemoryReport", "call", "estimate", "in_training", "measure", "peak_bytes", "saved_bytes"]
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary", "other")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
@@ -78,23 +78,25 @@ class MemoryReport(Report):
         return {"total": self.total, **asdict(self)}
 
     def tables(self) -> list[Table]:
-        rows = [(part, gibibytes(getattr(self, part)), f"{getattr(self, part) / self.total:.0%}") for part in PARTS]
-        found = [Table("Peak memory of a training step", ("", "", ""), [*rows, ("total", gibibytes(self.total), "")])]
+        sizes = {part: getattr(self, part) for part in PARTS}
+        rows = [(part, readable_bytes(size), f"{size / max(self.total, 1):.0%}") for part, size in sizes.items()]
+        rows.append(("total", readable_bytes(self.total), ""))
+        found = [Table("Peak memory of a training step", ("", "", ""), rows)]
         if self.modules:
             largest = sorted(self.modules.items(), key=lambda item: -item[1])
-            shown = [(name or "(the model itself)", gibibytes(size)) for name, size in largest[:12]]
+            shown = [(name or "(the model itself)", readable_bytes(size)) for name, size in largest[:12]]
             rest = sum(size for _, size in largest[12:])
             if rest:
-                shown.append((f"{len(largest) - 12} others", gibibytes(rest)))
+                shown.append((f"{len(largest) - 12} others", readable_bytes(rest)))
             found.append(Table("Activations by module", ("module", ""), shown))
         return found
 
     def plot(self) -> Any:
         """A bar of the parts, and the activations of the modules in the order they run."""
-        figure = pyplot().Figure(figsize=(9, 3.5), layout="constrained")
+        figure = figures().Figure(figsize=(9, 3.5), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(1, 2))
         left.barh(PARTS[::-1], [getattr(self, part) / 2**30 for part in PARTS[::-1]])
-        left.set(xlabel="GiB", title=f"peak {gibibytes(self.total)}")
+        left.set(xlabel="GiB", title=f"peak {readable_bytes(self.total)}")
         right.bar(range(len(self.modules)), [size / 2**20 for size in self.modules.values()])
         right.set(xlabel="module, in the order of the forward pass", ylabel="MiB", title="activations")
         return figure
@@ -119,7 +121,8 @@ def estimate(
             the CPU.
         batch: the shape of the input, `(64, 3, 224, 224)`, or a batch: a tensor, or a tuple, list or dictionary
             of arguments for the model.
-        optimizer: a name of `OPTIMIZERS`, or a function from parameters to an optimizer.
+        optimizer: a name of `OPTIMIZERS`, or a function from parameters to an optimizer. Its state is taken to be
+            proportional to the parameters, which it is not for factored ones such as Adafactor.
         amp: "bf16" or "fp16" for autocast around the forward pass, by CUDA's rules wherever the model is.
         loss: from the model's output to the loss; by default the mean of the output, or its `loss` if it has one.
         train_step: forward and backward, as `train_step(model, batch)`, in place of the two.
@@ -151,11 +154,12 @@ def estimate(
             ledger.add(t, "other", before=True)
         try:
             torch.func.functional_call(_Step(model, step), fakes, (arguments,))
-        except (RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
+        except InputError:
+            raise
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             given = f"of shape {tuple(batch)}" if _is_shape(batch) else f"({type(batch).__name__})"
-            raise InputError(f"the training step fails on a batch {given}: {error}") from error
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise InputError(f"the training step fails on a batch {given}: {reason}") from error
     return ledger.report(optimizer=state)
 
 
@@ -163,7 +167,7 @@ def measure(step: Callable[[], object], *, model: nn.Module | None = None) -> Me
     """Run `step`, a training step, and report its peak memory.
 
     On the CPU the peak is that of torch's allocator during the step, on top of the tensors from before that the step
-    uses; where there is a GPU it is the peak of the CUDA allocator.
+    uses; where the step uses a GPU, it is the peak of the CUDA allocator.
 
     Args:
         step: a function of no arguments; it runs once.
@@ -173,19 +177,18 @@ def measure(step: Callable[[], object], *, model: nn.Module | None = None) -> Me
         raise InputError(
             f"step is a {type(step).__name__}; give a function without arguments that runs a training step"
         )
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        with _Ledger(model) as ledger:
-            step()
-        torch.cuda.synchronize()
-        return ledger.report(total=torch.cuda.max_memory_allocated())
     with (
         profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found,
         _Ledger(model) as ledger,
     ):
         step()
+    if any(record.device == "cuda" for record in ledger.records):
+        torch.cuda.synchronize()
+        ledger.records = [record for record in ledger.records if record.device == "cuda"]
+        return ledger.report(total=torch.cuda.max_memory_allocated())
     return ledger.report(allocated=_allocator_peak(found))
 
 
@@ -236,6 +239,7 @@ class _Record:
 
     size: int
     kind: str
+    device: str
     module: str
     born: int  # 0: it was there before
     from_forward: bool
@@ -252,8 +256,9 @@ class _Ledger(TorchDispatchMode):
         self.events = 0
         self.names = {} if model is None else {id(module): name for name, module in model.named_modules()}
         self.inside: list[str] = [""]
-        self.parameters: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self.parameters: dict[int, Tensor] = {}  # those with a record, by identity
         self.hooks: list[Any] = []
+        self.finalizers: list[weakref.finalize] = []
 
     def __enter__(self) -> _Ledger:
         self.hooks = [
@@ -267,6 +272,10 @@ class _Ledger(TorchDispatchMode):
         super().__exit__(*error)
         for hook in self.hooks:
             hook.remove()
+        # A finalizer that waits for a storage would hold the ledger, and that the parameters.
+        for finalizer in self.finalizers:
+            finalizer.detach()
+        self.parameters.clear()
 
     def _name(self, module: nn.Module) -> str:
         return self.names.get(id(module), self.inside[-1])
@@ -276,11 +285,10 @@ class _Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage() not in self.of:
-                if isinstance(tensor, nn.Parameter):
-                    self.add_parameter(tensor)
-                else:
-                    self.add(tensor, "other", before=True)
+            if isinstance(tensor, nn.Parameter):
+                self.add_parameter(tensor)
+            elif isinstance(tensor, Tensor):
+                self.add(tensor, "other", before=True)
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
@@ -288,35 +296,42 @@ class _Ledger(TorchDispatchMode):
         return out
 
     def add_parameter(self, parameter: Tensor) -> None:
+        if id(parameter) in self.parameters:
+            return
+        self.parameters[id(parameter)] = parameter
         self.add(parameter, "parameters", before=True)
-        if parameter.requires_grad and parameter not in self.parameters:
-            self.parameters.add(parameter)
+        if parameter.requires_grad:
             if parameter.grad is not None:
                 self.add(parameter.grad, "gradients", before=True)
             self.hooks.append(parameter.register_post_accumulate_grad_hook(self._add_gradient))
 
     def _add_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        self.add(parameter.grad, "gradients")
-        self.of[parameter.grad.untyped_storage()].kind = "gradients"
+        self.rename(parameter.grad, "gradients")
 
     def _add_state(self, optimizer: torch.optim.Optimizer) -> None:
         for tensor in tree_leaves([dict(state) for state in optimizer.state.values()]):
             if isinstance(tensor, Tensor):
-                self.add(tensor, "optimizer")
-                self.of[tensor.untyped_storage()].kind = "optimizer"
+                self.rename(tensor, "optimizer")
+
+    def rename(self, tensor: Tensor, kind: str) -> None:
+        """What a tensor is can show later than the tensor itself."""
+        self.add(tensor, kind)
+        storage = _storage(tensor)
+        if storage is not None:
+            self.of[storage].kind = kind
 
     def add(self, tensor: Tensor, kind: str, before: bool = False) -> None:
         """Begin the record of a storage that has none; `before` says that it was there before the step."""
-        storage = tensor.untyped_storage()
-        if storage in self.of:
+        storage = _storage(tensor)
+        if storage is None or storage in self.of:
             return
         self.events += 1
         born = 0 if before else self.events
-        record = _Record(storage.nbytes(), kind, self.inside[-1], born, not in_backward())
+        record = _Record(storage.nbytes(), kind, tensor.device.type, self.inside[-1], born, not in_backward())
         self.records.append(record)
         self.of[storage] = record
-        weakref.finalize(storage, self._free, record)
+        self.finalizers.append(weakref.finalize(storage, self._free, record))
 
     def _free(self, record: _Record) -> None:
         self.events += 1
@@ -359,6 +374,14 @@ class _Ledger(TorchDispatchMode):
         return MemoryReport(**parts, modules=modules)
 
 
+def _storage(tensor: Tensor) -> Any:
+    """The storage of a tensor; None for kinds that have none of their own, such as sparse ones."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 class _Step(nn.Module):
     """A whole training step as a module, so that torch.func.functional_call swaps the parameters in backward too,
     where checkpointed blocks run again."""
@@ -376,12 +399,16 @@ def _forward_backward(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor
     device = leaves[0].device.type if leaves else "cpu"
     with _CudaRules(device):
         with torch.autocast(device, dtype=AMP[amp], enabled=amp is not None):
-            if isinstance(batch, Mapping):
-                out = model(**batch)
-            else:
-                out = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+            out = call(model, batch)
             value = _default_loss(out) if loss is None else loss(out)
         backward(value)
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """The model's output for a tensor, for a tuple or list of arguments, or for a dictionary of them."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
 class _CudaRules(TorchFunctionMode):
@@ -444,7 +471,7 @@ def _all_named(named: Callable[..., Iterator[tuple[str, Tensor]]]) -> dict[str, 
 def _optimizer_bytes(model: nn.Module, optimizer: str | Callable[..., torch.optim.Optimizer]) -> int:
     """The bytes of the optimizer's state for the model, found by a step of it on small parameters."""
     make = OPTIMIZERS.get(optimizer, optimizer) if isinstance(optimizer, str) else optimizer
-    if isinstance(make, str):
+    if make is not None and not callable(make):
         raise ConfigError(
             f"optimizer={make!r} is not known; use one of {', '.join(OPTIMIZERS)}, or a function from parameters "
             "to an optimizer, e.g. lambda params: torch.optim.AdamW(params, amsgrad=True)"
@@ -481,4 +508,14 @@ def _allocator_peak(found: profile) -> int:
         found.export_chrome_trace(str(path))
         events = json.loads(path.read_text(errors="replace"))["traceEvents"]
     changes = [e for e in events if e.get("name") == "[memory]" and e["args"].get("Device Type") == 0]
-    return max((event["args"]["Total Allocated"] for event in changes), default=0)
+    live: dict[int, int] = {}
+    now = most = 0
+    for event in sorted(changes, key=lambda event: event["ts"]):
+        size, address = event["args"]["Bytes"], event["args"]["Addr"]
+        if size > 0:
+            live[address] = size
+        else:
+            size = -live.pop(address, 0)  # what was there before the step does not count
+        now += size
+        most = max(most, now)
+    return most

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .adapters import Block, Unsupported
 from .config import KeepConfig
-from .errors import AlreadyAppliedError, InputError, NotAppliedError
+from .errors import AlreadyAppliedError, MapTooSmallError, NotAppliedError
 from .ops.branch import AttentionBranch
 from .plan import Plan, Site, config_from, make_plan
 from .sampling import Grid, Kept, hashed, sample, slot_count
@@ -210,8 +210,8 @@ class _Shared:
         if key not in draw.kept:
             try:
                 draw.kept[key] = sample(draw.step_seed, batch, grid, site.keep_ratio, site.mask, site.reduce)
-            except InputError as error:
-                raise InputError(f"{site.name} ({site.kind}): {error}") from None
+            except MapTooSmallError as error:
+                raise MapTooSmallError(f"{site.name} ({site.kind}): {error}") from None
         return draw.kept[key]
 
     def heads(self, site: Site, heads: int, device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 
 from .errors import KeepgradError
 
-__all__ = ["Report", "Table", "aligned", "gibibytes", "pyplot"]
+__all__ = ["Report", "Table", "aligned", "figures", "readable_bytes"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Report:
         raise NotImplementedError
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2)
+        return json.dumps(_without_nan(self.to_dict()), indent=2, allow_nan=False)
 
     def __str__(self) -> str:
         return "\n\n".join(table.to_text() for table in self.tables())
@@ -105,13 +106,22 @@ class Report:
             raise KeepgradError(f"cannot write the picture {path}: {error}; give a writable .png or .svg") from None
 
 
+def _without_nan(value: Any) -> Any:
+    """Plain data with None for what is no number, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of text as lines, columns below one another."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def gibibytes(size: float) -> str:
+def readable_bytes(size: float) -> str:
     """A number of bytes for people."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(size) >= factor:
@@ -119,7 +129,7 @@ def gibibytes(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def pyplot() -> Any:
+def figures() -> Any:
     """matplotlib's figure module, without a window.
 
     Raises:

@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .errors import InputError
+from .errors import InputError, MapTooSmallError
 
 __all__ = ["MASKS", "REDUCTIONS", "Grid", "Kept", "hashed", "kept_indices", "sample", "slot_count"]
 
@@ -169,7 +169,7 @@ def sample(step_seed: Tensor, batch: int, grid: Grid, keep_ratio: float, mask: s
         reduce: one of `REDUCTIONS`.
 
     Raises:
-        InputError: if the feature map is smaller than one group.
+        MapTooSmallError: if the feature map is smaller than one group.
     """
     forgets = reduce in ("drop", "scaled")
     cell = grid.cell
@@ -179,7 +179,7 @@ def sample(step_seed: Tensor, batch: int, grid: Grid, keep_ratio: float, mask: s
     count = height * width
     group = int(1 / keep_ratio + 0.5)
     if count < group:
-        raise InputError(
+        raise MapTooSmallError(
             f"the mask keeps 1 of every {group} positions, but the feature map has only {height}x{width}; "
             "use a larger input, a larger keep_ratio, or leave this layer out with layers=..."
         )

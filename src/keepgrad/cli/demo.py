@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import KeepgradError
+from ..fidelity import fidelity
 from ..memory import saved_bytes
-from ..patch import apply, exact, remove
+from ..patch import apply, block_names, remove
 
 __all__ = ["add_arguments", "run"]
 
@@ -116,29 +117,18 @@ def _measure(name: str, model: nn.Module, images: Tensor, labels: Tensor, batch:
     model.train()
     saved = saved_bytes(lambda: model(images[batch]), model)
     cosine = 1.0
-    if "forward" in vars(model):
-        with exact(model):
-            wanted = _gradient(model, images[batch], labels[batch])
-        cosines = [
-            float(torch.cosine_similarity(_gradient(model, images[batch], labels[batch]), wanted, dim=0))
-            for _ in range(8)
-        ]
-        cosine = statistics.mean(cosines)
+    if block_names(model):
+        cosine = fidelity(model, (images[batch], labels[batch]), F.cross_entropy, draws=8).whole.cosine
     return Outcome(name, model, accuracy, cosine, saved)
-
-
-def _gradient(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    model.zero_grad()
-    F.cross_entropy(model(images), labels).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
 
 
 def _time(outcomes: list[Outcome], images: Tensor, labels: Tensor, advance) -> None:
     seconds: dict[str, list[float]] = {outcome.name: [] for outcome in outcomes}
     for _ in range(12):
         for outcome in outcomes:
+            outcome.model.zero_grad()
             start = time.perf_counter()
-            _gradient(outcome.model, images, labels)
+            F.cross_entropy(outcome.model(images), labels).backward()
             seconds[outcome.name].append(time.perf_counter() - start)
         advance()
     for outcome in outcomes:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,10 @@ from torch import nn
 from ..baseline import algorithm1
 from ..budget import checkpointed
 from ..config import KeepConfig
-from ..errors import ConfigError, NoSiteError
+from ..errors import CheckpointingError, ConfigError, MapTooSmallError, NoSiteError
 from ..memory import AMP, OPTIMIZERS, MemoryReport, estimate
 from ..patch import apply
-from ..report import Table, gibibytes
+from ..report import Table, readable_bytes
 from . import models
 
 __all__ = ["add_arguments", "run"]
@@ -66,10 +66,10 @@ PAPER_ROWS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a model of timm, e.g. vit_base_patch16_224")
-    parser.add_argument("--batch", type=models.positive, default=64, help="images a step (default: 64)")
+    parser.add_argument("--batch", type=models.positive, help="images a step (default: 64)")
     parser.add_argument("--size", type=models.positive, help="pixels a side (default: the model's own)")
     parser.add_argument("--amp", choices=[name for name in AMP if name], help="autocast to this type")
-    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="(default: adamw)")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), help="(default: adamw)")
     parser.add_argument("--paper-table", action="store_true", help="Table 1 of the paper, estimated, instead")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -78,46 +78,56 @@ def run(args: argparse.Namespace) -> None:
     if args.paper_table == (args.model is not None):
         raise ConfigError("give a model, e.g. keepgrad estimate vit_base_patch16_224 --batch 64, or --paper-table")
     if args.paper_table:
+        given = [name for name in ("batch", "size", "amp", "optimizer") if getattr(args, name) is not None]
+        if given:
+            raise ConfigError(f"--paper-table is the paper's setting; leave out --{given[0]}")
         _paper_table(args.json)
         return
-    found = dict(_estimates(args.model, args.batch, args.size, args.amp, args.optimizer, METHODS))
+    batch, optimizer = args.batch or 64, args.optimizer or "adamw"
+    found = dict(_estimates(args.model, batch, args.size, args.amp, optimizer, METHODS))
     if args.json:
         print(json.dumps({name: report.to_dict() for name, report in found.items()}, indent=2))
         return
     full = found[FULL.name].total
     parts = ("activations", "temporary", "parameters", "gradients", "optimizer")
     rows = [
-        (name, gibibytes(report.total), f"{report.total / full:.2f}x", *(gibibytes(getattr(report, p)) for p in parts))
+        (
+            name,
+            readable_bytes(report.total),
+            f"{report.total / full:.2f}x",
+            *(readable_bytes(getattr(report, p)) for p in parts),
+        )
         for name, report in found.items()
     ]
     amp = f"autocast to {args.amp}" if args.amp else "no autocast"
-    title = f"{args.model}, batch {args.batch}, {amp}, {args.optimizer}: peak of a training step, estimated"
+    title = f"{args.model}, batch {batch}, {amp}, {optimizer}: peak of a training step, estimated"
     print(Table(title, ("method", "peak", "", *parts), rows).to_text())
 
 
 def _estimates(
     name: str, batch: int, size: int | None, amp: str | None, optimizer: str, methods: tuple[Method, ...]
 ) -> Iterator[tuple[str, MemoryReport]]:
+    told: set[str] = set()
     for method in methods:
-        options = {} if size is None or "convnext" in name else {"img_size": size}
-        model = models.create(name, device="meta", **options)
+        model = models.create(name, size=size, device="meta")
+        shape = (batch, *models.size_of(model, size))
         try:
             method.change(model)
-        except NoSiteError:
-            if method is PAPER:
-                print(f"{name} has no block that keepgrad knows; only methods that need none are shown")
-            continue
-        with checkpointed(model) if method.checkpointing else nullcontext():
-            yield method.name, estimate(model, (batch, *models.size_of(model, size)), optimizer=optimizer, amp=amp)
+            with checkpointed(model, method.checkpointing):
+                yield method.name, estimate(model, shape, optimizer=optimizer, amp=amp)
+        except (NoSiteError, CheckpointingError, MapTooSmallError) as error:
+            if str(error) not in told:
+                print(f"left out: {error}", file=sys.stderr)
+            told.add(str(error))
 
 
 def _paper_table(as_json: bool) -> None:
     """The paper's figures, its method in its setting (fp16, attention matrices kept, as in 2022), and keepgrad's."""
     smallest = Method("smallest", kept(keep_ratio=0.25, save="input"))
     ours = (FULL, Method("paper", kept(preset="paper")), Method("default", kept()), smallest)
+    theirs = tuple(Method(m.name, _unfused(m.change)) for m in (FULL, PAPER))
     rows, data = [], []
     for name, batch, plain_mb, sbp_mb in PAPER_ROWS:
-        theirs = tuple(Method(m.name, _unfused(m.change)) for m in (FULL, PAPER))
         then = dict(_estimates(name, batch, None, "fp16", "adamw", theirs))
         now = dict(_estimates(name, batch, None, "fp16", "adamw", ours))
         full_then, full_now = then[FULL.name].total, now[FULL.name].total

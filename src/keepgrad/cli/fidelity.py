@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     dataset, classes = _dataset(args.data)
-    options: dict[str, Any] = {"num_classes": classes}
-    if args.size is not None and "convnext" not in args.model:
-        options["img_size"] = args.size
-    model = models.create(args.model, **options)
+    model = models.create(args.model, size=args.size, num_classes=classes)
     if args.checkpoint is not None:
         _load(model, args.checkpoint)
     batches = _batches(dataset, model, args)
@@ -69,16 +67,21 @@ def _dataset(root: str) -> tuple[Any, int]:
     try:
         dataset = create_dataset("", root=root)
         names = getattr(dataset.reader, "class_to_idx", None) or getattr(dataset.reader, "class_name_to_idx", {})
-    except (AssertionError, RuntimeError, OSError, ValueError) as error:
+    except (AssertionError, RuntimeError, OSError, ValueError, tarfile.TarError) as error:
         raise InputError(f"--data {root}: {error}; give a folder or tar of images with one folder per class") from None
-    return dataset, max(len(names), 1)
+    if len(names) < 2:
+        raise InputError(
+            f"--data {root} has {len(names)} classes; put the images into two or more folders, one per class"
+        )
+    return dataset, len(names)
 
 
 def _batches(dataset: Any, model: Any, args: argparse.Namespace) -> list[tuple[Tensor, Tensor]]:
     from PIL import Image
-    from timm.data import create_transform
+    from timm.data import create_transform, resolve_model_data_config
 
-    transform = create_transform(input_size=models.size_of(model, args.size), is_training=False)
+    config = {**resolve_model_data_config(model), "input_size": models.size_of(model, args.size)}
+    transform = create_transform(**config, is_training=False)
     wanted = args.batch_size * args.batches
     if len(dataset) < wanted:
         raise InputError(
@@ -104,8 +107,10 @@ def _batches(dataset: Any, model: Any, args: argparse.Namespace) -> list[tuple[T
 def _load(model: nn.Module, path: Path) -> None:
     from timm.models import load_checkpoint
 
+    if not path.is_file():
+        raise ConfigError(f"--checkpoint {path}: there is no such file")
     try:
         load_checkpoint(model, str(path), weights_only=True)
     except Exception as error:
-        first = str(error).strip().splitlines()[0]
-        raise ConfigError(f"--checkpoint {path} does not load into the model: {first}") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"--checkpoint {path} does not load into the model: {reason[:300]}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 from typing import Any
 
@@ -22,8 +23,8 @@ def timm() -> Any:
     return timm
 
 
-def create(name: str, *, device: str | None = None, **options: Any) -> nn.Module:
-    """A model of timm by its name; on the meta device it takes no memory.
+def create(name: str, *, size: int | None = None, device: str | None = None, **options: Any) -> nn.Module:
+    """A model of timm by its name, for images of `size` pixels a side; on the meta device it takes no memory.
 
     Raises:
         ConfigError: if there is no such model; names the nearest ones.
@@ -34,6 +35,9 @@ def create(name: str, *, device: str | None = None, **options: Any) -> nn.Module
         hint = f"did you mean {', '.join(near)}?" if near else "see timm.list_models()"
         raise ConfigError(f"timm has no model {name!r}; {hint}")
     with torch.device(device or "cpu"):
+        if size is not None:
+            with contextlib.suppress(TypeError):  # a model for any size has no such option
+                return timm().create_model(name, img_size=size, **options).train()
         return timm().create_model(name, **options).train()
 
 

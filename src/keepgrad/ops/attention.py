@@ -51,6 +51,7 @@ class SelfAttention(Stage):
     counts: tuple[int, int, int] = (1, 0, 0)  # of tensors: projection, q_norm, k_norm
     heavy = True
     casts = True
+    makes_new = True
 
     @property
     def reads_all(self) -> bool:  # type: ignore[override]

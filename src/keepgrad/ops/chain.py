@@ -187,7 +187,7 @@ class _Chain(torch.autograd.Function):
                     if spec.stages[i].overwrites and not owned:
                         grad = grad.clone()
                     grad, found[i] = pulls[i](grad)
-                    owned = owned or spec.stages[i].makes_new
+                    owned = spec.stages[i].makes_new
                     del pulls[i]
                 end = start
         dx = None

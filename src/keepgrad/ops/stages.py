@@ -6,6 +6,8 @@ Shapes: a stage maps rows `[batch, positions, in]` to rows `[batch, positions, o
 | stage     | heavy | saves besides its output        | backward                                           |
 | ---       | ---   | ---                             | ---                                                |
 | Pointwise | no    | -                               | autograd's, of its forward redone                  |
+| Gelu      | no    | -                               | its kernel; overwrites the gradient it is given    |
+| LayerNorm | no    | -                               | its kernel, with mean and deviation redone         |
 | Opaque    | yes   | -                               | the same; for modules keepgrad does not know       |
 | Linear    | yes   | -                               | two matmuls; needs its input, not its output       |
 | Noise     | no    | the noise (dropout, drop path)  | a product with the noise                           |
@@ -30,7 +32,7 @@ from torch import Tensor, nn
 from ..sampling import Kept
 
 __all__ = [
-    *("Link", "Point", "Pull", "Stage", "Linear", "Noise", "Opaque", "Pointwise"),
+    *("Link", "Point", "Pull", "Stage", "Gelu", "LayerNorm", "Linear", "Noise", "Opaque", "Pointwise"),
     *("cast", "gelu", "layer_norm", "linear", "noise", "pointwise", "rms_norm"),
 ]
 
