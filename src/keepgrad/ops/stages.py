@@ -254,7 +254,9 @@ class Linear(Stage):
         if at.need_output:
             assert at.x is not None
             out = self.apply(at.x, at.tensors)
-        return out, lambda grad: self.backward(at.x, at.tensors, at.needs, grad, at.need_input)
+        # Handed over, not shared: backward frees it half-way, before it makes a gradient of the same size.
+        held, tensors, needs, need_input = [at.x], at.tensors, at.needs, at.need_input
+        return out, lambda grad: self.backward(held.pop(), tensors, needs, grad, need_input)
 
     def backward(
         self, x: Tensor | None, tensors: Tensors, needs: tuple[bool, ...], grad: Tensor, need_input: bool
@@ -265,15 +267,10 @@ class Linear(Stage):
         grad = cast(grad, dtype)
         rows = None if x is None else cast(x, dtype).flatten(0, -2)
         scale, scale_needs = (tensors[-1], needs[-1]) if self.scaled else (None, False)
-        dx: Tensor | None = None
-        found: list[Tensor | None] = []
+        layers = self.layers(tensors)
         grads = (grad,) if len(self.outs) == 1 else grad.split(self.outs, -1)
-        pairs = zip(self.layers(tensors), self.layers(needs), grads, strict=True)
-        for (weight, bias), (weight_needs, bias_needs), dy in pairs:
-            if need_input:
-                scaled = weight if scale is None else weight * scale.unsqueeze(1)
-                part = dy @ cast(scaled, dtype)
-                dx = part if dx is None else dx + part
+        found: list[Tensor | None] = []
+        for (weight, bias), (weight_needs, bias_needs), dy in zip(layers, self.layers(needs), grads, strict=True):
             dy = dy.flatten(0, -2)
             outer: Any = dy.t() @ rows if weight_needs or scale_needs else None
             total: Any = dy.sum(0) if bias_needs or (scale_needs and bias is not None) else None
@@ -287,6 +284,13 @@ class Linear(Stage):
                 found.append(cast(total * scale, bias.dtype) if bias_needs else None)
             shift = 0 if bias is None or total is None else bias * total
             found.append(cast((weight * outer).sum(1) + shift, scale.dtype) if scale_needs else None)
+        del x, rows
+        dx: Tensor | None = None
+        if need_input:
+            for (weight, _), dy in zip(layers, grads, strict=True):
+                scaled = weight if scale is None else weight * scale.unsqueeze(1)
+                part = dy @ cast(scaled, dtype)
+                dx = part if dx is None else dx + part
         return dx, tuple(found)
 
     def needs_input(self, needs: tuple[bool, ...], redo: bool) -> bool:
