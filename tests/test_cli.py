@@ -42,7 +42,7 @@ def test_help():
 
 
 def test_estimate_shows_the_methods_side_by_side():
-    done = keepgrad("estimate", "vit_tiny_patch16_224", "--batch", "8", "--amp", "bf16")
+    done = keepgrad("estimate", "test_vit", "--batch", "8", "--amp", "bf16")
     assert done.returncode == 0, done.stderr
     for name in ("full backprop", "checkpointing", "Algorithm 1, the paper's layers", "keepgrad accurate (default)"):
         assert name in done.stdout
@@ -50,7 +50,7 @@ def test_estimate_shows_the_methods_side_by_side():
 
 
 def test_estimate_for_machines():
-    done = keepgrad("estimate", "convnext_atto", "--batch", "2", "--size", "64", "--json")
+    done = keepgrad("estimate", "test_convnext", "--batch", "2", "--size", "64", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["keepgrad 0.25"]["activations"] < found["keepgrad 0.5"]["activations"]
@@ -85,7 +85,7 @@ def folder(tmp_path_factory):
 def test_fidelity_prints_layers_and_writes_a_picture(folder, tmp_path):
     picture = tmp_path / "agreement.png"
     args = ("--data", str(folder), "--size", "64", "--batch-size", "4", "--batches", "2", "--draws", "2")
-    done = keepgrad("fidelity", "convnext_atto", *args, "--keep-ratio", "0.5", "--output", str(picture))
+    done = keepgrad("fidelity", "test_convnext", *args, "--keep-ratio", "0.5", "--output", str(picture))
     assert done.returncode == 0, done.stderr
     assert "stages.0.blocks.0" in done.stdout
     assert "whole" in done.stdout
@@ -98,19 +98,19 @@ def test_fidelity_reads_a_tar(folder, tmp_path):
     with tarfile.open(tmp_path / "images.tar", "w") as tar:
         tar.add(folder, arcname="images")
     args = ("--data", str(tmp_path / "images.tar"), "--size", "64", "--batch-size", "2", "--draws", "1", "--json")
-    done = keepgrad("fidelity", "convnext_atto", *args, "--output", str(tmp_path / "a.png"))
+    done = keepgrad("fidelity", "test_convnext", *args, "--output", str(tmp_path / "a.png"))
     assert done.returncode == 0, done.stderr
     sizes = {layer["name"]: layer["size"] for layer in json.loads(done.stdout)["layers"]}
-    assert sizes["head.fc"] == (320 + 1) * 3
+    assert sizes["head.fc"] == (64 + 1) * 3
 
 
 def test_fidelity_reads_weights_without_running_code(folder, tmp_path):
     import timm
 
     weights = tmp_path / "weights.pth"
-    model = timm.create_model("convnext_atto", num_classes=3)
+    model = timm.create_model("test_convnext", num_classes=3)
     torch.save(model.state_dict(), weights)
-    args = ("fidelity", "convnext_atto", "--data", str(folder), "--size", "64", "--batch-size", "2", "--draws", "1")
+    args = ("fidelity", "test_convnext", "--data", str(folder), "--size", "64", "--batch-size", "2", "--draws", "1")
     done = keepgrad(*args, "--checkpoint", str(weights), "--json", "--output", str(tmp_path / "a.png"))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["draws"] == 1
@@ -119,7 +119,7 @@ def test_fidelity_reads_weights_without_running_code(folder, tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith(f"keepgrad fidelity: --checkpoint {weights} does not load into the model: ")
     assert done.stderr.count("\n") == 1
-    torch.save(timm.create_model("convnext_atto", num_classes=7).state_dict(), weights)
+    torch.save(timm.create_model("test_convnext", num_classes=7).state_dict(), weights)
     done = keepgrad(*args, "--checkpoint", str(weights))
     assert done.returncode == 2
     assert "size mismatch for head.fc.weight" in done.stderr
@@ -149,15 +149,15 @@ def test_wrong_arguments_are_named_in_one_line(args, words):
 def test_fidelity_names_an_image_it_cannot_read(folder, tmp_path):
     (tmp_path / "apple").mkdir()
     (tmp_path / "apple" / "broken.png").write_bytes(b"no image")
-    done = keepgrad("fidelity", "convnext_atto", "--data", str(tmp_path), "--size", "64", "--batch-size", "1")
+    done = keepgrad("fidelity", "test_convnext", "--data", str(tmp_path), "--size", "64", "--batch-size", "1")
     assert done.returncode == 2
     assert "has 1 classes; put the images into two or more folders" in done.stderr
     (tmp_path / "bird").mkdir()
     (tmp_path / "bird" / "broken.png").write_bytes(b"no image")
-    done = keepgrad("fidelity", "convnext_atto", "--data", str(tmp_path), "--size", "64", "--batch-size", "1")
+    done = keepgrad("fidelity", "test_convnext", "--data", str(tmp_path), "--size", "64", "--batch-size", "1")
     assert done.returncode == 2
     assert "broken.png cannot be read as an image" in done.stderr
-    done = keepgrad("fidelity", "convnext_atto", "--data", str(tmp_path), "--size", "64", "--batch-size", "4")
+    done = keepgrad("fidelity", "test_convnext", "--data", str(tmp_path), "--size", "64", "--batch-size", "4")
     assert "has 2 images, but 1 batches of 4 need 4" in done.stderr
 
 
