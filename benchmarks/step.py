@@ -82,10 +82,10 @@ def methods(model: str) -> dict[str, Change]:
         "torch.compile, memory budget 0.5": budgeted,
         "Algorithm 1, 0.5 all blocks": the_paper(keep_ratio=0.5),
         "Algorithm 1, 0.25 all blocks": the_paper(keep_ratio=0.25),
+        "Algorithm 1, the paper's layers": the_paper(preset="paper"),
         "half of the samples": lambda model: SomeSamples(model, 0.5),
     }
     if "vit" in model:
-        rows["Algorithm 1, 0.5 last 2/3"] = the_paper(keep_ratio=0.5, layers="last 2/3")
         rows["keepgrad attention 1, mlp 0.25"] = patched(keep_ratio={"attention": 1.0, "mlp": 0.25})
         rows["keepgrad accurate"] = patched(preset="accurate")
     for preset in ("exact", "small", "paper"):

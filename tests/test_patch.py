@@ -18,6 +18,7 @@ from keepgrad import (
     NoSiteError,
     NotAppliedError,
 )
+from keepgrad.memory import peak_bytes
 from keepgrad.sampling import MASKS
 
 NOISY = {"proj_drop_rate": 0.3, "attn_drop_rate": 0.2, "drop_path_rate": 0.4, "pos_drop_rate": 0.1, "drop_rate": 0.1}
@@ -419,3 +420,28 @@ def test_an_input_smaller_than_a_group_names_the_layer():
 def test_every_error_is_of_one_family():
     for error in (AlreadyAppliedError, ConfigError, InputError, NoSiteError, NotAppliedError):
         assert issubclass(error, KeepgradError)
+
+
+@pytest.mark.parametrize("reduce", ["drop", "fold", "pool"])
+@pytest.mark.parametrize("save", ["heavy", "input"])
+@pytest.mark.parametrize(("model", "size"), [(vit, 32), (convnext, 64)])
+def test_a_forward_in_pieces_of_the_batch_is_the_whole_one(model, size, reduce, save, monkeypatch):
+    found = []
+    for piece_bytes in (2**40, 1):
+        monkeypatch.setattr("keepgrad.ops.chain.PIECE_BYTES", piece_bytes)
+        patched = model(drop_path_rate=0.3).double()
+        keepgrad.apply(patched, keep_ratio=0.5, reduce=reduce, save=save)
+        found.append(grads(patched, images(size, batch=5, dtype=torch.float64), seed=3))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert_same(found[0][1], found[1][1])
+
+
+def test_pieces_of_the_batch_make_temporaries_small(monkeypatch):
+    x = images(64, batch=8)
+    peaks = []
+    for piece_bytes in (2**40, 2**14):
+        monkeypatch.setattr("keepgrad.ops.chain.PIECE_BYTES", piece_bytes)
+        model = convnext()
+        keepgrad.apply(model, keep_ratio=0.25, save="input")
+        peaks.append(peak_bytes(lambda model=model: model(x)))
+    assert peaks[1] < 0.9 * peaks[0]

@@ -28,7 +28,7 @@ runs in eager mode, under `torch.compile` and on every device, and consumes no r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -77,6 +77,20 @@ class Kept:
     def picked(self) -> Tensor:
         """The picked position of each slot."""
         return self.picked_flat[: self.slots]
+
+    def of_first(self, batch: int) -> Kept:
+        """The slots of the first `batch` samples, or of any other `batch` of them: all share the mask."""
+        if self.order_flat is None:
+            return replace(self, picked_flat=self.picked_flat[: batch * self.slots])
+        assert self.starts_flat is not None
+        assert self.slot_of_flat is not None
+        return replace(
+            self,
+            picked_flat=self.picked_flat[: batch * self.slots],
+            order_flat=self.order_flat[: batch * self.positions],
+            starts_flat=self.starts_flat[: batch * self.slots],
+            slot_of_flat=self.slot_of_flat[: batch * self.positions],
+        )
 
     def _group_sum(self, rows: Tensor) -> Tensor:
         flat = rows.reshape(-1, rows.shape[-1])

@@ -22,11 +22,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..sampling import Kept
-from .stages import Link, Point, Pull, Stage, Tensors, cast
+from .stages import Link, Noise, Point, Pull, Stage, Tensors, cast
 
 __all__ = ["SAVES", "run", "run_stages", "saved_width"]
 
 SAVES = ("heavy", "input")
+PIECE_BYTES = 2**23
+"""About the largest temporary of a forward pass on the CPU; the last-level cache holds a few of them."""
 _KEPT_TENSORS = 5
 
 
@@ -129,27 +131,14 @@ class _Chain(torch.autograd.Function):
     def forward(ctx, spec: _Spec, x: Tensor, residual: Tensor | None, *rest: Tensor) -> Tensor:
         kept_tensors, flat = rest[:_KEPT_TENSORS], rest[_KEPT_TENSORS:]
         kept = None if spec.frame is None else Kept(*spec.frame, *kept_tensors)
-        saves = spec.saves()
-        values: list[Tensor | None] = [_slots(x, spec.kept_at(0, kept)) if saves[0] else None]
-        extras: list[Tensor] = []
-        extra_counts = []
-        extra: Tensors
-        out = x
+        tensors = spec.groups(flat)
         with spec.context(x.device):
-            for i, (stage, tensors) in enumerate(zip(spec.stages, spec.groups(flat), strict=True)):
-                disposable = i > 0 and spec.stages[i - 1].makes_new and out is not values[i]
-                if stage.overwrites and disposable:
-                    out, extra = stage.overwrite(out), ()
-                else:
-                    out, extra = stage.forward(out, tensors, kept, spec.keeps_extras(i))
-                extras += extra
-                extra_counts.append(len(extra))
-                values.append(_slots(out, spec.kept_at(i + 1, kept)) if saves[i + 1] else None)
+            out, values, extras = _in_pieces(spec, x, tensors, kept) or _walk(spec, 0, len(tensors), x, tensors, kept)
         ctx.spec = spec
-        ctx.extra_counts = tuple(extra_counts)
+        ctx.extra_counts = tuple(map(len, extras))
         ctx.branch_dtype = out.dtype
         ctx.input_dtype = x.dtype
-        ctx.save_for_backward(*kept_tensors, *values, *extras, *flat)
+        ctx.save_for_backward(*kept_tensors, *values, *(t for group in extras for t in group), *flat)
         if spec.adds_input:
             residual = x
         if residual is None:
@@ -199,6 +188,66 @@ class _Chain(torch.autograd.Function):
         d_residual = dy if ctx.needs_input_grad[2] else None
         flat = [g for group in found for g in group]
         return (None, dx, d_residual, *(None,) * _KEPT_TENSORS, *flat)
+
+
+Walked = tuple[Tensor, list[Tensor | None], list[Tensors]]
+"""An output, the saved values before each stage and after the last one, and the extras of each stage."""
+
+
+def _walk(spec: _Spec, start: int, end: int, x: Tensor, tensors: list[Tensors], kept: Kept | None) -> Walked:
+    """Stages `start` to `end` on all rows."""
+    saves = spec.saves()
+    values = [_slots(x, spec.kept_at(start, kept)) if saves[start] else None]
+    extras: list[Tensors] = []
+    extra: Tensors
+    out = x
+    for i in range(start, end):
+        stage = spec.stages[i]
+        disposable = i > start and spec.stages[i - 1].makes_new and out is not values[-1]
+        if stage.overwrites and disposable:
+            out, extra = stage.overwrite(out), ()
+        else:
+            out, extra = stage.forward(out, tensors[i], kept, spec.keeps_extras(i))
+        extras.append(extra)
+        values.append(_slots(out, spec.kept_at(i + 1, kept)) if saves[i + 1] else None)
+    return out, values, extras
+
+
+def _in_pieces(spec: _Spec, x: Tensor, tensors: list[Tensors], kept: Kept | None) -> Walked | None:
+    """The same for some samples at a time, on the CPU; None where that gains nothing.
+
+    A temporary of tens of megabytes leaves the processor's cache, and the allocator returns it to the system, which
+    hands it out again page by page. Drop path, at the end of a chain, draws its noise for all samples at once.
+    """
+    if kept is None or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    end = len(spec.stages)
+    while end and isinstance(spec.stages[end - 1], Noise):
+        end -= 1
+    if any(isinstance(stage, Noise) for stage in spec.stages[:end]):
+        return None
+    widest = width = x.shape[-1]
+    for stage in spec.stages[:end]:
+        width = stage.width(width)
+        widest = max(widest, width)
+    per_sample = x.shape[1] * widest * x.element_size()
+    count = max(1, PIECE_BYTES // max(1, per_sample))
+    if count >= x.shape[0]:
+        return None
+    whole: list[Tensor] = []
+    for start in range(0, x.shape[0], count):
+        rows = x[start : start + count]
+        out, values, extras = _walk(spec, 0, end, rows, tensors, kept.of_first(len(rows)))
+        parts = [out, *(v for v in values if v is not None), *(t for group in extras for t in group)]
+        whole = whole or [part.new_empty(x.shape[0], *part.shape[1:]) for part in parts]
+        for all_samples, part in zip(whole, parts, strict=True):
+            all_samples[start : start + count] = part
+    rest = iter(whole)
+    out = next(rest)
+    values = [None if value is None else next(rest) for value in values]
+    extras = [tuple(next(rest) for _ in group) for group in extras]
+    out, more_values, more_extras = _walk(spec, end, len(spec.stages), out, tensors, kept)
+    return out, [*values, *more_values[1:]], [*extras, *more_extras]
 
 
 def _slots(rows: Tensor, kept: Kept | None) -> Tensor:
