@@ -11,7 +11,7 @@ import torch
 from keepgrad.ops.oracle import Matrices, matrices
 from keepgrad.sampling import Grid, Kept, sample
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 
 
 def vit(**kwargs):

@@ -12,11 +12,14 @@ from .errors import (
     BudgetError,
     CheckpointingError,
     ConfigError,
+    DivergedError,
+    FileError,
     InputError,
     KeepgradError,
     MapTooSmallError,
     NoSiteError,
     NotAppliedError,
+    StoppedError,
 )
 from .fidelity import Comparison, FidelityReport, compare, fidelity
 from .memory import MemoryReport, estimate, measure
@@ -33,7 +36,9 @@ __all__ = [
     "CheckpointingError",
     "Comparison",
     "ConfigError",
+    "DivergedError",
     "FidelityReport",
+    "FileError",
     "Fit",
     "Grid",
     "InputError",
@@ -45,6 +50,7 @@ __all__ = [
     "NotAppliedError",
     "Plan",
     "Site",
+    "StoppedError",
     "apply",
     "compare",
     "estimate",

@@ -5,11 +5,14 @@ __all__ = [
     "BudgetError",
     "CheckpointingError",
     "ConfigError",
+    "DivergedError",
+    "FileError",
     "InputError",
     "KeepgradError",
     "MapTooSmallError",
     "NoSiteError",
     "NotAppliedError",
+    "StoppedError",
 ]
 
 
@@ -47,3 +50,15 @@ class BudgetError(KeepgradError):
 
 class CheckpointingError(KeepgradError):
     """The model cannot be checkpointed by its own means."""
+
+
+class FileError(KeepgradError):
+    """A file cannot be written, or is not what it should be; nothing that was there is lost."""
+
+
+class DivergedError(KeepgradError):
+    """The loss is no finite number any more."""
+
+
+class StoppedError(KeepgradError):
+    """A signal ended a training run between two steps; it can be resumed."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .errors import KeepgradError
+from .files import written_whole
 
 __all__ = ["Report", "Table", "aligned", "figures", "readable_bytes"]
 
@@ -94,16 +94,10 @@ class Report:
         """Write the picture to a file, whole or not at all.
 
         Raises:
-            KeepgradError: if the file cannot be written, or not in the format that its name asks for.
+            FileError: if the file cannot be written, or not in the format that its name asks for.
         """
-        path = Path(path)
-        partial = path.with_name(f".{path.stem}.partial{path.suffix}")
-        try:
+        with written_whole(Path(path)) as partial:
             self.plot().savefig(partial, dpi=150, bbox_inches="tight")
-            os.replace(partial, path)
-        except (OSError, ValueError) as error:
-            partial.unlink(missing_ok=True)
-            raise KeepgradError(f"cannot write the picture {path}: {error}; give a writable .png or .svg") from None
 
 
 def _without_nan(value: Any) -> Any:

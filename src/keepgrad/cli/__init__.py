@@ -6,12 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ..errors import KeepgradError
-from . import demo, estimate, fidelity
+from ..errors import KeepgradError, StoppedError
+from . import estimate, evaluate, fidelity, train
 
 __all__ = ["main"]
 
-COMMANDS = {"demo": demo, "estimate": estimate, "fidelity": fidelity}
+COMMANDS = {"train": train, "eval": evaluate, "estimate": estimate, "fidelity": fidelity}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         COMMANDS[args.command].run(args)
     except KeepgradError as error:
         print(f"keepgrad {args.command}: {error}", file=sys.stderr)
-        return 2
+        return 130 if isinstance(error, StoppedError) else 2
     except KeyboardInterrupt:
         print(f"keepgrad {args.command}: interrupted", file=sys.stderr)
         return 130

@@ -21,7 +21,8 @@ from ..errors import CheckpointingError, ConfigError, MapTooSmallError, NoSiteEr
 from ..memory import AMP, OPTIMIZERS, MemoryReport, estimate
 from ..patch import apply
 from ..report import Table, readable_bytes
-from . import models
+from ..train import models
+from .numbers import positive
 
 __all__ = ["add_arguments", "run"]
 
@@ -66,8 +67,8 @@ PAPER_ROWS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a model of timm, e.g. vit_base_patch16_224")
-    parser.add_argument("--batch", type=models.positive, help="images a step (default: 64)")
-    parser.add_argument("--size", type=models.positive, help="pixels a side (default: the model's own)")
+    parser.add_argument("--batch", type=positive, help="images a step (default: 64)")
+    parser.add_argument("--size", type=positive, help="pixels a side (default: the model's own)")
     parser.add_argument("--amp", choices=[name for name in AMP if name], help="autocast to this type")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), help="(default: adamw)")
     parser.add_argument("--paper-table", action="store_true", help="Table 1 of the paper, estimated, instead")

@@ -27,8 +27,8 @@ from .stages import Link, Noise, Point, Pull, Stage, Tensors, cast
 __all__ = ["SAVES", "run", "run_stages", "saved_width"]
 
 SAVES = ("heavy", "input")
-PIECE_BYTES = 2**23
-"""About the largest temporary of a forward pass on the CPU; the last-level cache holds a few of them."""
+PIECE_BYTES = 2**24
+"""About the largest temporary of a forward pass on the CPU that would otherwise have twice as much, or more."""
 _KEPT_TENSORS = 5
 
 
@@ -232,7 +232,7 @@ def _in_pieces(spec: _Spec, x: Tensor, tensors: list[Tensors], kept: Kept | None
         widest = max(widest, width)
     per_sample = x.shape[1] * widest * x.element_size()
     count = max(1, PIECE_BYTES // max(1, per_sample))
-    if count >= x.shape[0]:
+    if x.shape[0] < 2 * count:
         return None
     whole: list[Tensor] = []
     for start in range(0, x.shape[0], count):

@@ -1,0 +1,65 @@
+"""Train an image classifier of timm with keepgrad; with no data, digits with and without it side by side.
+
+Many processes: torchrun --nproc-per-node 8 -m keepgrad train ..., or accelerate launch -m keepgrad train ...
+"""
+
+from __future__ import annotations
+
+import argparse
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..train import digits, flags
+from ..train.config import RECIPES, TrainConfig
+
+__all__ = ["add_arguments", "run"]
+
+# A setting of the user's that takes the place of another one in a recipe.
+INSTEAD_OF = {"full": "preset", "accumulate": "global_batch"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML; flags override them")
+    parser.add_argument("--recipe", choices=list(RECIPES), help="the paper's settings for ImageNet; all else overrides")
+    flags.add_arguments(parser, TrainConfig)
+
+
+def run(args: argparse.Namespace) -> None:
+    from ..train.classify import Classification
+    from ..train.loop import Trainer, accelerator_for
+    from ..train.side_by_side import side_by_side
+
+    config = _config(args)
+    if config.data is None:
+        output = Path(config.output or datetime.now().strftime("runs/digits-%Y%m%d-%H%M%S"))
+        print(side_by_side(config, output).to_text())
+        print(f"\nresults: {output}")
+        return
+    accelerator = accelerator_for(config)
+    trainer = Trainer(Classification(config, accelerator), config, accelerator)
+    if accelerator.is_main_process and trainer.plan is not None:
+        sites, left = trainer.plan.sites, trainer.plan.skipped
+        print(f"keepgrad: {len(sites)} branches of {config.model}" + (f", {len(left)} left alone" if left else ""))
+    outcome = trainer.run(config.model or "training")
+    if accelerator.is_main_process:
+        top1, best = outcome.history[-1]["top1"], outcome.best
+        print(f"top-1 {top1:.2%} after {config.epochs} epochs, best {best['top1']:.2%} in epoch {best['epoch']:.0f}")
+        print(f"results: {outcome.output}")
+
+
+def _config(args: argparse.Namespace) -> TrainConfig:
+    """Flags over the file over the recipe over the defaults."""
+    given = flags.given(args, TrainConfig)
+    file: dict[str, Any] = {} if args.config is None else flags.read_yaml(args.config)
+    name = args.recipe or file.pop("recipe", None)
+    file.pop("recipe", None)
+    if name is not None and name not in RECIPES:
+        raise ConfigError(f"recipe {name!r} is not known; use one of {', '.join(RECIPES)}")
+    base = dict(RECIPES[name]) if name else {}
+    if {**file, **given}.get("data") is None and not name:
+        base = digits.SETTINGS
+    given_names = {key.replace("-", "_") for key in (*file, *given)}
+    base = {key: value for key, value in base.items() if not any(INSTEAD_OF.get(own) == key for own in given_names)}
+    return flags.make(TrainConfig, base, file, given)

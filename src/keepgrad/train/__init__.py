@@ -1,0 +1,17 @@
+"""Training on timm's parts, run by accelerate.
+
+| file       | what                                                                                         |
+| ---        | ---                                                                                          |
+| flags      | a dataclass as command-line flags and as YAML                                                |
+| config     | the settings of a training run, and the paper's recipes                                      |
+| loop       | the loop of any task: steps, evaluation, checkpoints, the switch to exact gradients, signals |
+| state      | what `--resume` continues from, and weights for others                                       |
+| record     | metrics.csv, TensorBoard, the picture of the curves, the progress bar                        |
+| images     | images with labels, in an order and with augmentations that depend on seed and epoch alone   |
+| classify   | image classification, as a task of the loop                                                  |
+| digits     | the embedded default: scikit-learn's digits, full backprop and keepgrad side by side         |
+
+All randomness of a step is a function of the seed, the number of the step and that of the process, and that of an
+image a function of the seed, the epoch and the image. So a run is continued by its weights, its optimizer and the
+number of the step; neither random states nor the number of loader processes matter.
+"""

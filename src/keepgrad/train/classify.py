@@ -1,0 +1,229 @@
+"""Image classification: models, data, augmentation and metrics of timm, as a task of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import ConfigError, InputError
+from . import digits, models
+from .config import TrainConfig
+from .images import Batches, Source, held_out, loader, mode_of, open_images
+from .state import read_weights
+
+__all__ = ["Classification", "Metrics", "evaluate", "open_weights", "train_sources"]
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Classification:
+    """A model of timm on images with labels. Satisfies `loop.Task`."""
+
+    goal = "top1"
+
+    def __init__(self, config: TrainConfig, accelerator: Any) -> None:
+        from timm.data import create_transform
+
+        self.config, self.accelerator = config, accelerator
+        self.source, self.val = train_sources(config)
+        self.options = _model_options(config, self.source)
+        if config.model is None:
+            raise ConfigError("model: give a model of timm, e.g. vit_small_patch16_224 or convnext_tiny")
+        torch.manual_seed(config.seed)
+        self.model = _create(config, self.options)
+        self.data_config = _data_config(self.model, config, self.options)
+        self.classes = list(map(str, self.source.classes)) or list(map(str, range(self.options["num_classes"])))
+        self.transform = create_transform(
+            **self.data_config,
+            is_training=True,
+            no_aug=not config.aug,
+            color_jitter=config.color_jitter,
+            auto_augment=config.auto_augment,
+            re_prob=config.erasing,
+            re_mode="pixel",
+        )
+        self.mixup = _mixup(config, self.options["num_classes"])
+        place = {"process": accelerator.process_index, "processes": accelerator.num_processes}
+        self.order = Batches(len(self.source), config.batch_size, config.seed, True, **place)
+
+    def batches_per_epoch(self) -> int:
+        return len(self.order)
+
+    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        numbers = self.order.of(epoch, start)
+        mode = mode_of(self.data_config["input_size"][0])
+        for batch in loader(self.source, self.transform, mode, self.config.seed, numbers, self.config.workers):
+            yield self._placed(batch)
+
+    def _placed(self, batch: Batch) -> Batch:
+        images, labels = (t.to(self.accelerator.device, non_blocking=True) for t in batch)
+        if self.config.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        return images, labels
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        images, labels = batch
+        if self.mixup is not None:
+            images, labels = self.mixup(images, labels)  # then labels are shares of classes, already smoothed
+            return F.cross_entropy(model(images), labels)
+        return F.cross_entropy(model(images), labels, label_smoothing=self.config.smoothing)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        found = evaluate(
+            model, self.val, self.data_config, self.config.batch_size, self.config.workers, self.accelerator
+        )
+        return {"val_loss": found.loss, "top1": found.top1, "top5": found.top5}
+
+    def about(self) -> dict[str, Any]:
+        return {
+            "num_classes": len(self.classes),
+            "model": self.config.model,
+            "model_kwargs": self.options,
+            "data_config": {key: _plain(value) for key, value in self.data_config.items()},
+            "classes": self.classes,
+            "images": len(self.source),
+        }
+
+
+class Metrics:
+    """Sums over evaluated images."""
+
+    def __init__(self, count: float, loss: float, first: float, fifth: float) -> None:
+        self.count, self.loss, self.top1, self.top5 = int(count), loss / count, first / count, fifth / count
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, source: Source, data_config: dict[str, Any], batch_size: int, workers: int, accelerator: Any
+) -> Metrics:
+    """Loss and accuracy over all images, each once, whatever the number of processes."""
+    from timm.data import create_transform
+
+    place = {"process": accelerator.process_index, "processes": accelerator.num_processes}
+    order = Batches(len(source), batch_size, 0, False, **place)
+    transform = create_transform(**data_config, is_training=False)
+    mode = mode_of(data_config["input_size"][0])
+    sums = torch.zeros(4, dtype=torch.float64)
+    for number, (images, labels) in enumerate(loader(source, transform, mode, 0, order.of(0), workers)):
+        output = model(images.to(accelerator.device, non_blocking=True)).float().cpu()
+        counts = order.is_first(number, len(labels))
+        output, labels = output[counts], labels[counts]
+        ranks = output.topk(min(5, output.shape[1])).indices == labels.unsqueeze(1)
+        loss = F.cross_entropy(output, labels, reduction="sum")
+        sums += torch.stack([counts.sum(), loss, ranks[:, :1].sum(), ranks.sum()]).double()
+    return Metrics(*accelerator.reduce(sums.to(accelerator.device)).tolist())
+
+
+def train_sources(config: TrainConfig) -> tuple[Source, Source]:
+    """Images to train on and to evaluate on.
+
+    Raises:
+        InputError: if they cannot be read, or have different classes.
+    """
+    if config.data is None:
+        return digits.sources()
+    train = open_images(config.data, config.dataset, "train")
+    if config.val is not None:
+        val = open_images(config.val, config.dataset, "validation")
+    elif config.dataset or any((Path(config.data) / name).is_dir() for name in ("val", "validation", "valid", "test")):
+        val = open_images(config.data, config.dataset, "validation")
+    else:
+        return held_out(train)
+    if list(train.classes) != list(val.classes):
+        differing = sorted(set(map(str, train.classes)) ^ set(map(str, val.classes)))
+        raise InputError(
+            f"training has {len(train.classes)} classes and evaluation {len(val.classes)}; only one of them has "
+            f"{', '.join(differing[:5])}; give both the same class folders"
+        )
+    return train, val
+
+
+def open_weights(path: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """A model with weights that `train` wrote, and what they are for.
+
+    Raises:
+        ConfigError: if the file has weights of something else.
+    """
+    weights, about = read_weights(path)
+    if "model_kwargs" not in about:
+        raise ConfigError(f"{path} does not say what model it is for; it was not written by keepgrad train")
+    model = models.create(about["model"], **about["model_kwargs"])
+    model.load_state_dict(weights)
+    return model.eval(), about
+
+
+def _model_options(config: TrainConfig, source: Source) -> dict[str, Any]:
+    """What the model is made with."""
+    options = dict(config.model_kwargs or {})
+    if source.classes:
+        given = options.setdefault("num_classes", len(source.classes))
+        if given < len(source.classes):
+            raise ConfigError(f"model_kwargs has num_classes={given}, but the data has {len(source.classes)} classes")
+    elif "num_classes" not in options:
+        raise ConfigError("the data does not say how many classes it has; give model_kwargs num_classes=...")
+    if config.drop_path:
+        options["drop_path_rate"] = config.drop_path
+    return options
+
+
+def _create(config: TrainConfig, options: dict[str, Any]) -> nn.Module:
+    assert config.model is not None
+    if config.pretrained is None:
+        return models.create(config.model, size=config.size, **options)
+    if config.pretrained != "timm":
+        path = Path(config.pretrained)
+        if not path.is_file():
+            raise ConfigError(f"pretrained={config.pretrained}: there is no such file")
+        # timm leaves the classifier out where the number of classes differs, and fits what depends on the image size.
+        overlay = {"file": str(path), "num_classes": _classes_in(path, config, options)}
+        return models.create(config.model, size=config.size, pretrained=True, pretrained_cfg_overlay=overlay, **options)
+    return models.create(config.model, size=config.size, pretrained=True, **options)
+
+
+def _classes_in(path: Path, config: TrainConfig, options: dict[str, Any]) -> int:
+    """The number of classes that the weights in a file are for."""
+    from timm.models import load_state_dict
+
+    with torch.device("meta"):
+        bare: Any = models.create(config.model or "", **{**options, "num_classes": 2})
+    head = bare.pretrained_cfg.get("classifier", "head")
+    head = head if isinstance(head, str) else head[0]
+    try:
+        weights = load_state_dict(str(path), weights_only=True)
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"pretrained={path} cannot be read as weights: {reason[:200]}") from None
+    found = weights.get(f"{head}.weight")
+    return options["num_classes"] if found is None else found.shape[0]
+
+
+def _data_config(model: nn.Module, config: TrainConfig, options: dict[str, Any]) -> dict[str, Any]:
+    """Size, crop and normalisation of images for a model."""
+    from timm.data import resolve_data_config
+
+    given: dict[str, Any] = {"in_chans": options.get("in_chans", 3)}
+    size = config.size or options.get("img_size")
+    if size is not None:
+        given["img_size"] = size
+    if config.crop_pct is not None:
+        given["crop_pct"] = config.crop_pct
+    if given["in_chans"] == 1:
+        given |= {"mean": [0.5], "std": [0.25]}
+    return resolve_data_config(given, model=model)
+
+
+def _mixup(config: TrainConfig, classes: int) -> Any:
+    if not (config.mixup or config.cutmix):
+        return None
+    from timm.data import Mixup
+
+    return Mixup(config.mixup, config.cutmix, label_smoothing=config.smoothing, num_classes=classes)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,62 @@
+"""The embedded default: scikit-learn's handwritten digits, 1,797 images of 8x8 pixels, for a ViT of 16 tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import KeepgradError
+from .images import Source, some_of
+
+__all__ = ["SETTINGS", "sources"]
+
+TEST = 360
+
+SETTINGS: dict[str, Any] = {
+    "model": "vit_tiny_patch16_224",
+    "model_kwargs": {
+        **{"img_size": 8, "patch_size": 2, "in_chans": 1, "embed_dim": 64, "depth": 4, "num_heads": 4},
+        **{"class_token": False, "global_pool": "avg"},
+    },
+    "crop_pct": 1.0,
+    "aug": False,
+    "smoothing": 0.0,
+    "epochs": 20,
+    "batch_size": 32,
+    "lr": 2e-3,
+    "warmup_epochs": 2.0,
+    "workers": 0,
+}
+
+
+class _Digits:
+    classes = tuple(map(str, range(10)))
+
+    def __init__(self) -> None:
+        try:
+            from PIL import Image
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise KeepgradError(f"{error}; training needs more packages: pip install 'keepgrad[train]'") from None
+
+        found = load_digits()
+        pixels = (torch.tensor(found.images) * 255 / 16).round().to(torch.uint8).numpy()
+        self.images = [Image.fromarray(image) for image in pixels]
+        self.labels = found.target.tolist()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def name(self, index: int) -> str:
+        return f"digit {index}"
+
+    def read(self, index: int) -> tuple[Any, int]:
+        return self.images[index], self.labels[index]
+
+
+def sources() -> tuple[Source, Source]:
+    """Digits to train on and to evaluate on."""
+    whole = _Digits()
+    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0)).tolist()
+    return some_of(whole, order[TEST:]), some_of(whole, order[:TEST])

@@ -1,0 +1,126 @@
+"""A dataclass as command-line flags and as YAML: one place for the name, the type, the default and the help of each."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..errors import ConfigError
+from ..files import written_whole
+
+__all__ = ["add_arguments", "flag", "given", "make", "pairs", "read_yaml", "write_yaml"]
+
+C = TypeVar("C")
+
+
+def flag(default: Any, help: str, **argument: Any) -> Any:
+    """A field that is also a flag; `argument` goes to argparse."""
+    return dataclasses.field(default=default, metadata={"help": help, **argument})
+
+
+def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:
+    """A flag for every field that has a help text, without defaults: what is not given is not there."""
+    for field in dataclasses.fields(config):
+        argument = dict(field.metadata)
+        if not argument:
+            continue
+        name = "--" + field.name.replace("_", "-")
+        shown = argument.pop("help").replace("%", "%%")
+        if field.default not in (None, False, True):
+            shown += f" (default: {field.default})"
+        if isinstance(field.default, bool):
+            argument.setdefault("action", argparse.BooleanOptionalAction)
+        elif "type" not in argument and isinstance(field.default, (int, float)):
+            argument["type"] = type(field.default)
+        parser.add_argument(name, help=shown, default=argparse.SUPPRESS, **argument)
+
+
+def given(args: argparse.Namespace, config: type) -> dict[str, Any]:
+    """The flags that were given."""
+    return {f.name: getattr(args, f.name) for f in dataclasses.fields(config) if hasattr(args, f.name)}
+
+
+def make(config: type[C], *layers: Mapping[str, Any]) -> C:
+    """A config from layers of settings, later ones first in force.
+
+    Raises:
+        ConfigError: if a setting is not known, or not of its type; names the nearest one.
+    """
+    fields = {f.name: f for f in dataclasses.fields(config)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for layer in layers:
+        for name, value in layer.items():
+            field = fields.get(str(name).replace("-", "_"))
+            if field is None:
+                near = difflib.get_close_matches(str(name), fields, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(fields)}"
+                raise ConfigError(f"there is no setting {name!r}; {hint}")
+            values[field.name] = _checked(field, value)
+    return config(**values)
+
+
+def _checked(field: dataclasses.Field, value: Any) -> Any:
+    """A value as YAML or a caller gave it, in the type that the flag would have given."""
+    parse = field.metadata.get("type")
+    default = field.default
+    try:
+        if isinstance(default, bool):
+            if not isinstance(value, bool):
+                raise ValueError("give true or false")
+            return value
+        if isinstance(value, str) and parse is not None:
+            value = parse(value)
+        elif isinstance(default, (int, float)) and value is not None:
+            if isinstance(value, bool) or (isinstance(default, int) and value != int(value)):
+                raise ValueError(f"give {'a whole number' if isinstance(default, int) else 'a number'}")
+            value = type(default)(value)
+    except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
+        raise ConfigError(f"{field.name}={value!r}: {error}") from None
+    choices = field.metadata.get("choices")
+    if choices is not None and value is not None and value not in choices:
+        raise ConfigError(f"{field.name}={value!r} is not known; use one of {', '.join(map(str, choices))}")
+    return value
+
+
+def pairs(text: str) -> dict[str, Any]:
+    """`a=1,b=x` as a dictionary; values are read as YAML."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals or not name.strip():
+            raise argparse.ArgumentTypeError(f"{part!r} is not of the form name=value")
+        found[name.strip()] = yaml.safe_load(value)
+    return found
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Settings from a file.
+
+    Raises:
+        ConfigError: if the file is not there or not a mapping.
+    """
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a {type(found).__name__}; give settings as 'name: value' lines")
+    return found
+
+
+def write_yaml(path: Path, config: Any) -> None:
+    """All settings of a config, in a form that `read_yaml` and `make` take."""
+    import yaml
+
+    with written_whole(path) as partial:
+        partial.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))

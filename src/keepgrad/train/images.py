@@ -1,0 +1,262 @@
+"""Images with labels, in an order and with augmentations that depend on the seed, the epoch and the image alone.
+
+So a run can be taken up at any step, with any number of loader processes, and sees what it would have seen.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from ..errors import ConfigError, InputError
+
+__all__ = ["Batches", "Source", "Unreadable", "held_out", "loader", "mixed_seed", "open_images", "some_of"]
+
+HELD_OUT = 0.1
+
+
+class Unreadable(NamedTuple):
+    """A file that is no image. It travels in place of its batch: exceptions lose their form between processes."""
+
+    name: str
+    reason: str
+
+
+class Source(Protocol):
+    """Images that can be asked for by number."""
+
+    @property
+    def classes(self) -> Sequence[str]: ...
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """What to call an image in a message."""
+
+    def read(self, index: int) -> tuple[Any, int]:
+        """An image of PIL and its label. Raises OSError."""
+
+
+class _TimmSource:
+    """A dataset of timm's `create_dataset`."""
+
+    def __init__(self, dataset: Any, root: str) -> None:
+        self.dataset, self.root = dataset, root
+        reader = getattr(dataset, "reader", None)
+        names = getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None)
+        self.classes: Sequence[str] = sorted(names, key=names.get) if names else getattr(dataset, "classes", ())
+        self.by_reader = reader is not None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def name(self, index: int) -> str:
+        if not self.by_reader:
+            return f"image {index} of {self.root}"
+        return f"{self.root}: {self.dataset.filename(index)}"
+
+    def read(self, index: int) -> tuple[Any, int]:
+        from PIL import Image
+
+        if not self.by_reader:
+            return self.dataset[index]
+        # Not dataset[index], which takes another image where one cannot be read.
+        found, label = self.dataset.reader[index]
+        if isinstance(found, Image.Image):
+            return found, label
+        with found, Image.open(found) as image:
+            image.load()
+            return image, label
+
+
+class _Some:
+    """A part of a source."""
+
+    def __init__(self, source: Source, indices: Sequence[int]) -> None:
+        self.source, self.indices, self.classes = source, indices, source.classes
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def name(self, index: int) -> str:
+        return self.source.name(self.indices[index])
+
+    def read(self, index: int) -> tuple[Any, int]:
+        return self.source.read(self.indices[index])
+
+
+def some_of(source: Source, indices: Sequence[int]) -> Source:
+    return _Some(source, indices)
+
+
+def held_out(source: Source) -> tuple[Source, Source]:
+    """A source without a tenth of its images, and that tenth; always the same one."""
+    order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0)).tolist()
+    count = max(1, round(len(source) * HELD_OUT))
+    return _Some(source, sorted(order[count:])), _Some(source, sorted(order[:count]))
+
+
+def open_images(root: str, kind: str = "", split: str = "train") -> Source:
+    """The images of a folder, a tar, or another kind that timm's `create_dataset` knows.
+
+    Raises:
+        InputError: if there are none, fewer than two classes, or a class without images.
+    """
+    from timm.data import create_dataset
+
+    if not kind and not Path(root).exists():
+        raise InputError(f"{root}: there is no such folder or file; give images with one folder per class")
+    try:
+        dataset = create_dataset(kind, root=root, split=split)
+    except (AssertionError, RuntimeError, OSError, ValueError, ImportError, tarfile.TarError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"{kind or 'images'} at {root}: {reason[:300]}; give a folder or tar of images") from None
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise InputError(f"{kind} is a stream, which cannot be resumed; give a dataset that can be read by number")
+    source = _TimmSource(dataset, root)
+    if source.by_reader and source.classes:
+        _check_folders(dataset.reader, source)
+    return source
+
+
+def _check_folders(reader: Any, source: _TimmSource) -> None:
+    if len(source.classes) < 2:
+        raise InputError(
+            f"{source.root} has {len(source.classes)} classes; put the images into two or more folders, one per class"
+        )
+    root = Path(getattr(reader, "root", ""))
+    if root.is_dir():
+        # timm takes only folders with images for classes, so that an empty one would renumber the others.
+        empty = sorted(p.name for p in root.iterdir() if p.is_dir() and p.name not in source.classes and _is_empty(p))
+        if empty:
+            raise InputError(f"{root / empty[0]} is a class folder without images; put some there, or take it away")
+
+
+def _is_empty(folder: Path) -> bool:
+    return not any(path.is_file() and not path.name.startswith(".") for path in folder.rglob("*"))
+
+
+def mixed_seed(*numbers: int) -> int:
+    """A seed of 32 bits from numbers, each of which changes it wholly."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """The random numbers of Python, NumPy and torch from `seed`, and from before afterwards."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+class _Augmented(Dataset):
+    """The images of a source through a transform. Number `epoch * len + index` is an image as that epoch sees it."""
+
+    def __init__(self, source: Source, transform: Callable[[Any], Tensor], mode: str, seed: int) -> None:
+        self.source, self.transform, self.mode, self.seed = source, transform, mode, seed
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int] | Unreadable:
+        epoch, index = divmod(number, len(self.source))
+        try:
+            image, label = self.source.read(index)
+            image = image.convert(self.mode)
+        except (OSError, SyntaxError, ValueError) as error:
+            return Unreadable(self.source.name(index), str(error))
+        with _seeded(mixed_seed(self.seed, epoch, index)):
+            return self.transform(image), label
+
+
+class Batches:
+    """The numbers of the images in each batch of an epoch, for one of several processes.
+
+    With `shuffled`, whole batches in an order of the epoch; what does not fill a batch of every process is left out.
+    Otherwise all images in their order, the last ones repeated until every process has as many.
+    """
+
+    def __init__(
+        self, count: int, batch_size: int, seed: int, shuffled: bool, process: int = 0, processes: int = 1
+    ) -> None:
+        self.count, self.batch_size, self.seed, self.shuffled = count, batch_size, seed, shuffled
+        self.process, self.processes = process, processes
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        if self.shuffled:
+            return self.count // (self.batch_size * self.processes)
+        return -(-self._share() // self.batch_size)
+
+    def _share(self) -> int:
+        return -(-self.count // self.processes)
+
+    def of(self, epoch: int, start: int = 0) -> list[list[int]]:
+        """The batches of an epoch, from batch `start` on."""
+        if self.shuffled:
+            generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
+            order = torch.randperm(self.count, generator=generator)
+            rows = order[: len(self) * self.processes * self.batch_size].view(-1, self.processes, self.batch_size)
+            return (rows[start:, self.process] + epoch * self.count).tolist()
+        mine = torch.arange(self.process, self._share() * self.processes, self.processes).clamp(max=self.count - 1)
+        return [part.tolist() for part in mine.split(self.batch_size)][start:]
+
+    def is_first(self, batch: int, size: int) -> Tensor:
+        """Which of the images of a batch are no repetition, where the order is not shuffled."""
+        place = (torch.arange(size) + batch * self.batch_size) * self.processes + self.process
+        return place < self.count
+
+
+def _collated(samples: list[Any]) -> Any:
+    return next((sample for sample in samples if isinstance(sample, Unreadable)), None) or default_collate(samples)
+
+
+def _ignore_interrupt(_: int) -> None:
+    """Ctrl-C reaches every process of a terminal, but it is for the training process to stop in order."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def loader(
+    source: Source, transform: Callable[[Any], Tensor], mode: str, seed: int, batches: list[list[int]], workers: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches, loaded by `workers` processes.
+
+    Raises:
+        InputError: names the file that cannot be read as an image.
+    """
+    found = DataLoader(
+        _Augmented(source, transform, mode, seed),
+        batch_sampler=batches,
+        num_workers=min(workers, len(batches)),
+        collate_fn=_collated,
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),  # so that torch's own random state is left alone
+        worker_init_fn=_ignore_interrupt,
+    )
+    for batch in found:
+        if isinstance(batch, Unreadable):
+            raise InputError(f"{batch.name} cannot be read as an image: {batch.reason}; mend it or take it away")
+        images, labels = batch
+        yield images, labels
+
+
+def mode_of(channels: int) -> str:
+    """The mode of PIL for images of so many channels."""
+    modes = {1: "L", 3: "RGB", 4: "RGBA"}
+    if channels not in modes:
+        raise ConfigError(f"the model takes {channels} channels; images have 1, 3 or 4")
+    return modes[channels]

@@ -1,0 +1,362 @@
+"""The loop of a training run, for any task.
+
+A step is `accumulation` batches of each process, their gradients, and one move of the optimizer. Between two steps a
+run is a `State`: it is written every epoch (and every `save_every` steps, on a signal, and when data cannot be read),
+and a run that continues from it goes on as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..adapters import find_blocks
+from ..budget import checkpointed
+from ..errors import ConfigError, DivergedError, FileError, InputError, KeepgradError, StoppedError
+from ..patch import apply, exact
+from ..plan import Plan
+from .config import RunFlags
+from .flags import write_yaml
+from .images import mixed_seed
+from .record import Record, peak_memory
+from .state import State, gathered, restore, write_weights
+
+__all__ = ["Outcome", "Task", "Trainer", "accelerator_for"]
+
+
+class Task(Protocol):
+    """What is trained, on what."""
+
+    model: nn.Module
+    goal: str
+    """The metric that says which epoch was best; the higher the better."""
+
+    def batches_per_epoch(self) -> int:
+        """How many batches this process has in an epoch."""
+
+    def batches(self, epoch: int, start: int) -> Iterator[Any]:
+        """The batches of an epoch from number `start` on."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean loss of a batch."""
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Metrics of the model in its evaluation mode, the same in all processes."""
+
+    def about(self) -> dict[str, Any]:
+        """What the weights are for: enough to build the model again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of a run."""
+
+    output: Path
+    history: list[dict[str, float]]
+    best: dict[str, float]
+    plan: Plan | None
+    model: nn.Module
+    """With the weights of the last step, without wrappers; still patched."""
+
+
+def accelerator_for(config: RunFlags) -> Any:
+    """The processes and devices of this run, by accelerate."""
+    try:
+        from accelerate import Accelerator
+    except ImportError:
+        raise KeepgradError("training needs more packages: pip install 'keepgrad[train]'") from None
+
+    if config.fsdp and config.amp == "fp16":
+        raise ConfigError("fsdp with fp16 would need a scaler of its own; use amp bf16")
+    accelerator = Accelerator(mixed_precision=config.amp or "no", cpu=config.cpu)
+    if config.fsdp and accelerator.num_processes == 1:
+        raise ConfigError("fsdp shards over processes, and there is one; start with torchrun --nproc-per-node N")
+    if config.amp == "fp16" and accelerator.device.type == "cpu":
+        raise ConfigError("fp16 is for accelerators; use amp bf16 on the CPU")
+    return accelerator
+
+
+class Trainer:
+    """A run: its model and optimizer, ready to go, or to go on from where it was.
+
+    Raises:
+        ConfigError: if settings do not go together, or not with the run that is to be continued.
+        FileError: if the output folder has a run already, or one that cannot be continued.
+    """
+
+    def __init__(self, task: Task, config: RunFlags, accelerator: Any) -> None:
+        from timm.optim import create_optimizer_v2
+        from timm.scheduler import create_scheduler_v2
+        from timm.utils import ModelEmaV3
+
+        self.task, self.config, self.accelerator = task, config, accelerator
+        self.output = Path(config.output or datetime.now().strftime("runs/%Y%m%d-%H%M%S"))
+        self.is_main = accelerator.is_main_process
+        self.accumulation = config.accumulation(accelerator.num_processes)
+        self.steps_per_epoch = task.batches_per_epoch() // self.accumulation
+        if not self.steps_per_epoch:
+            raise InputError(
+                f"the data is less than one step of {accelerator.num_processes} processes x batch_size="
+                f"{config.batch_size} x {self.accumulation} batches; lower batch_size or the accumulation"
+            )
+        self.steps = self.steps_per_epoch * config.epochs
+        self.exact_from = round(self.steps * (1 - config.finish))
+
+        model = task.model
+        self.plan = None if config.full else apply(model, config.keep_config())
+        self.stack = ExitStack()
+        if config.checkpointing:
+            self.stack.enter_context(checkpointed(model))
+        elif config.finish:
+            with checkpointed(model):  # says now, not at the end, if that cannot be
+                pass
+        model.to(accelerator.device)
+        if config.channels_last:
+            model.to(memory_format=torch.channels_last)
+        try:
+            self.optimizer = create_optimizer_v2(
+                model, config.opt, config.lr, config.weight_decay, layer_decay=config.layer_decay
+            )
+        except (AssertionError, ValueError, TypeError, RuntimeError) as error:
+            raise ConfigError(f"opt={config.opt!r} cannot be made: {error}; see timm.optim.list_optimizers()") from None
+        self.scheduler, _ = create_scheduler_v2(
+            self.optimizer,
+            sched="cosine",
+            num_epochs=config.epochs,
+            warmup_epochs=min(config.warmup_epochs, config.epochs),  # type: ignore[arg-type]
+            warmup_lr=min(1e-6, config.lr),
+            warmup_prefix=True,
+            min_lr=min(config.min_lr, config.lr),
+            step_on_epochs=False,
+            updates_per_epoch=self.steps_per_epoch,
+        )
+        self.ema = None if config.ema is None else ModelEmaV3(model, decay=config.ema, use_warmup=True)
+        self.bare = model
+        if config.compile:
+            model.compile()
+        self.model = self._distributed(model)
+        self.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=config.amp == "fp16")
+        self.state = self._begin()
+
+    def _distributed(self, model: nn.Module) -> nn.Module:
+        """The model over the processes: sharded, replicated, or as it is."""
+        if self.config.fsdp:
+            # By torch itself: accelerate shards on accelerators only.
+            from torch.distributed.fsdp import fully_shard
+
+            for block in find_blocks(model):
+                fully_shard(block.module)
+            fully_shard(model)
+            return model
+        if self.accelerator.num_processes > 1:
+            return self.accelerator.prepare_model(model)
+        return model
+
+    def _begin(self) -> State:
+        """The state to go on from: that in the output folder, or a new one."""
+        path = self.output / "state.pt"
+        about = {**self.task.about(), "steps_per_epoch": self.steps_per_epoch, "seed": self.config.seed}
+        if path.exists() and not self.config.resume:
+            raise FileError(f"{self.output} has a run already; give --resume to continue it, or another --output")
+        if not path.exists():
+            if self.is_main:
+                self.output.mkdir(parents=True, exist_ok=True)
+                write_yaml(self.output / "config.yaml", self.config)
+            return State(about=about)
+        state = State.read(path)
+        for name, value in about.items():
+            if state.about.get(name) != value:
+                raise ConfigError(
+                    f"{path} has {name}={_brief(state.about.get(name))}, and this run has {_brief(value)}; "
+                    "continue with the settings it was begun with, or choose another --output"
+                )
+        if self.is_main:
+            write_yaml(self.output / "config.yaml", self.config)
+        restore(self.model, self.optimizer, state, self.accelerator.num_processes)
+        if state.scaler:
+            self.scaler.load_state_dict(state.scaler)
+        if self.ema is not None:
+            if state.ema is None:
+                raise ConfigError(f"{path} has no moving average; leave out --ema, or choose another --output")
+            self.ema.module.load_state_dict(state.ema)
+        state.model, state.optimizer, state.ema = {}, {}, None
+        return state
+
+    def run(self, title: str = "training") -> Outcome:
+        """Train to the end.
+
+        Raises:
+            StoppedError: after a signal; the state is written.
+            DivergedError: if the loss is no finite number.
+            InputError: if data cannot be read; the state before it is written.
+            FileError: if a file cannot be written; the state from before is still there.
+        """
+        state = self.state
+        record = Record(self.output, self.is_main, title, self.steps, state.step)
+        with record, self.stack, _signals() as signals:
+            if state.step:
+                record.print(f"continuing {self.output} after step {state.step} of {self.steps}")
+            while state.step < self.steps:
+                epoch, done = divmod(state.step, self.steps_per_epoch)
+                batches = self.task.batches(epoch, done * self.accumulation)
+                self.model.train()
+                for number in range(done, self.steps_per_epoch):
+                    began = time.perf_counter()
+                    try:
+                        group = [next(batches) for _ in range(self.accumulation)]
+                    except InputError:
+                        self.save()
+                        raise
+                    loss = self._step(group)
+                    state.running["seconds"] = state.running.get("seconds", 0.0) + time.perf_counter() - began
+                    rate = (number + 1) * self._samples() / state.running["seconds"]
+                    record.step(state.step, loss, rate, self.accelerator.device)
+                    if signals and number + 1 < self.steps_per_epoch:
+                        self._stop(signals[0])
+                    if self.config.save_every and state.step % self.config.save_every == 0:
+                        self.save()
+                self._end_epoch(epoch)
+                record.epoch(state.history)
+                self.save()
+                if signals and state.step < self.steps:
+                    self._stop(signals[0])
+        return Outcome(self.output, state.history, self._best(), self.plan, self.bare)
+
+    def _samples(self) -> int:
+        """Samples of a step, over all processes."""
+        return self.config.batch_size * self.accumulation * self.accelerator.num_processes
+
+    def _stop(self, number: int) -> None:
+        if self.accelerator.num_processes == 1:
+            self.save()
+        name = signal.Signals(number).name
+        raise StoppedError(
+            f"{name} after step {self.state.step} of {self.steps}; --resume --output {self.output} continues"
+        )
+
+    def _step(self, group: list[Any]) -> float:
+        """One move of the optimizer; the loss before it."""
+        from accelerate.utils import set_seed
+
+        state, config = self.state, self.config
+        if state.step >= self.exact_from and self.exact_from < self.steps:
+            self._finish()
+        self.scheduler.step_update(state.step)
+        self.optimizer.zero_grad()
+        total = torch.zeros((), device=self.accelerator.device)
+        for number, batch in enumerate(group):
+            set_seed(mixed_seed(config.seed, state.step, number, self.accelerator.process_index))
+            last = number + 1 == len(group)
+            with self.accelerator.autocast(), self._synced(last):
+                loss = self.task.loss(self.model, batch) / len(group)
+                self.scaler.scale(loss).backward()
+            total += loss.detach()
+        value = float(total)
+        if not math.isfinite(value):
+            raise DivergedError(
+                f"the loss is {value} at step {state.step}, in epoch {state.step // self.steps_per_epoch + 1}; what "
+                f"was saved before it is in {self.output}. Lower the learning rate or clip gradients, and --resume"
+            )
+        if config.clip_grad is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_grad)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        state.step += 1
+        if self.ema is not None:
+            self.ema.update(self.bare, step=state.step)
+        state.running["loss"] = state.running.get("loss", 0.0) + value
+        return value
+
+    def _synced(self, last: bool) -> Any:
+        """Gradients travel between replicas with the last batch of a step only."""
+        if last or self.config.fsdp or self.accelerator.num_processes == 1:
+            return ExitStack()
+        return self.accelerator.no_sync(self.model)
+
+    def _finish(self) -> None:
+        """From here on, exact gradients in the memory of checkpointing."""
+        if self.plan is not None:
+            self.stack.enter_context(exact(self.bare))
+        if not self.config.checkpointing:
+            self.stack.enter_context(checkpointed(self.bare))
+        self.exact_from = self.steps
+
+    def _end_epoch(self, epoch: int) -> None:
+        state, device = self.state, self.accelerator.device
+        mean = torch.tensor(state.running.pop("loss") / self.steps_per_epoch, device=device)
+        evaluated = self.model if self.ema is None else self.ema.module
+        evaluated.eval()
+        with torch.no_grad(), self.accelerator.autocast():
+            metrics = self.task.evaluate(evaluated)
+        row: dict[str, float] = {"epoch": epoch + 1, "step": state.step, "lr": max(self._rates())}
+        row["train_loss"] = float(self.accelerator.reduce(mean, "mean"))
+        row |= metrics
+        row |= {"seconds": state.running.pop("seconds"), "memory": peak_memory(device)}
+        state.history.append(row)
+        if self._best() is row:
+            self._write_weights("best")
+
+    def _rates(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def _best(self) -> dict[str, float]:
+        return max(self.state.history, key=lambda row: row[self.task.goal])
+
+    def _write_weights(self, name: str, weights: Mapping[str, Any] | None = None) -> None:
+        """The weights that are evaluated, for others; to be called in all processes."""
+        if self.ema is not None:
+            weights = self.ema.module.state_dict()
+        elif weights is None:
+            weights = gathered(self.model, self.optimizer)[0]
+        if self.is_main:
+            write_weights(self.output / f"{name}.safetensors", weights, self.task.about())
+
+    def save(self) -> None:
+        """Write the state, and the weights beside it."""
+        model, optimizer = gathered(self.model, self.optimizer)
+        self._write_weights("last", model)
+        if self.is_main:
+            ema = None if self.ema is None else self.ema.module.state_dict()
+            whole = dataclasses.replace(
+                self.state, model=model, optimizer=optimizer, ema=ema, scaler=self.scaler.state_dict()
+            )
+            whole.write(self.output / "state.pt")
+        self.accelerator.wait_for_everyone()
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The signals that came: at the first one a run stops between two steps, a second one ends it at once."""
+    found: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield found
+        return
+
+    def note(number: int, _: Any) -> None:
+        if found:
+            raise KeyboardInterrupt
+        found.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield found
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

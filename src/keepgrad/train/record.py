@@ -1,0 +1,116 @@
+"""What a run shows and writes: a progress bar, metrics.csv, TensorBoard's events and a picture of the curves.
+
+All files follow from the history in the state, so that a resumed run makes them as an unbroken one would.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..files import written_whole
+from ..report import figures, readable_bytes
+
+__all__ = ["Record", "peak_memory"]
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most memory used so far: of the accelerator, or of the process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else size * 1024
+
+
+class Record:
+    """The display and the files of one run; where `on` is False (all processes but the first), none."""
+
+    def __init__(self, output: Path, on: bool, title: str, steps: int, step: int) -> None:
+        self.output, self.on = output, on
+        self.began, self.first = time.perf_counter(), step
+        if not on:
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            TimeRemainingColumn(),
+        )
+        self.task = self.progress.add_task(title, total=steps, completed=step, facts="")
+        self.events = SummaryWriter(str(output / "events"), purge_step=step)
+
+    def __enter__(self) -> Record:
+        if self.on:
+            self.progress.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.on:
+            self.progress.stop()
+            self.events.close()
+
+    def print(self, line: str) -> None:
+        if self.on:
+            self.progress.console.print(line, highlight=False, soft_wrap=True)
+
+    def step(self, step: int, loss: float, rate: float, device: torch.device) -> None:
+        """A step is over; `rate` is in samples a second."""
+        if self.on:
+            facts = f"loss {loss:.3f}  {rate:.0f}/s  {readable_bytes(peak_memory(device))}"
+            self.progress.update(self.task, completed=step, facts=facts)
+
+    def epoch(self, history: Sequence[Mapping[str, float]]) -> None:
+        """An epoch is over: its line, and the files anew."""
+        if not self.on:
+            return
+        row = history[-1]
+        self.print("  ".join(f"{name} {_short(name, value)}" for name, value in row.items() if name != "step"))
+        for name, value in row.items():
+            if name not in ("epoch", "step"):
+                self.events.add_scalar(name, value, int(row["step"]))
+        self.events.flush()
+        with written_whole(self.output / "metrics.csv") as partial, partial.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(row))
+            writer.writeheader()
+            writer.writerows(history)
+        with written_whole(self.output / "curves.png") as partial:
+            curves(history).savefig(partial, dpi=120)
+
+
+def _short(name: str, value: float) -> str:
+    if name == "memory":
+        return readable_bytes(value)
+    return f"{value:.0f}" if float(value).is_integer() and abs(value) >= 1 else f"{value:.4g}"
+
+
+def curves(history: Sequence[Mapping[str, float]]) -> Any:
+    """Losses over the epochs, and every other measure of quality beside them."""
+    figure = figures().Figure(figsize=(9, 3.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    epochs = [row["epoch"] for row in history]
+    for name in history[-1]:
+        if name in ("epoch", "step", "lr", "seconds", "memory"):
+            continue
+        axes = left if "loss" in name else right
+        axes.plot(epochs, [row[name] for row in history], marker="." if len(epochs) < 30 else "", label=name)
+    left.set(xlabel="epoch", ylabel="loss")
+    right.set(xlabel="epoch")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    return figure

@@ -1,0 +1,562 @@
+"""Training from the command line and in Python: results, resumption, many processes, and what can go wrong."""
+
+import csv
+import dataclasses
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import timm
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+
+import keepgrad
+from keepgrad.train import flags
+from keepgrad.train.classify import Classification
+from keepgrad.train.config import RECIPES, TrainConfig
+from keepgrad.train.loop import Trainer, accelerator_for
+from keepgrad.train.state import State
+
+SMALL = {
+    "model": "test_vit",
+    "size": 32,
+    "model_kwargs": {"patch_size": 8},
+    "epochs": 3,
+    "batch_size": 6,
+    "lr": 1e-3,
+    "warmup_epochs": 1,
+    "workers": 0,
+    "cpu": True,
+}
+# Everything that a resumed run has to take up again.
+RICH = {
+    **SMALL,
+    **{"ema": 0.9, "mixup": 0.4, "cutmix": 0.5, "drop_path": 0.2, "accumulate": 2, "finish": 0.4, "clip_grad": 1.0},
+    **{"keep_ratio": 0.5, "erasing": 0.3, "auto_augment": "rand-m5-inc1", "layer_decay": 0.8, "save_every": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Forty small images of three classes to train on, and twelve to evaluate on."""
+    root = tmp_path_factory.mktemp("images")
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 14), ("val", 4)):
+        for number, kind in enumerate(("apple", "bird", "cat")):
+            (root / split / kind).mkdir(parents=True)
+            for index in range(count):
+                pixels = torch.randint(128, (40, 36, 3), generator=generator, dtype=torch.uint8)
+                pixels[..., number] += 100
+                Image.fromarray(pixels.numpy()).save(root / split / kind / f"{index}.png")
+    return root
+
+
+def trainer(data, output, **settings):
+    config = flags.make(TrainConfig, {**SMALL, "data": str(data), "output": str(output), **settings})
+    accelerator = accelerator_for(config)
+    return Trainer(Classification(config, accelerator), config, accelerator)
+
+
+def command(*args, **options):
+    return [sys.executable, "-m", "keepgrad", *args]
+
+
+def keepgrad_train(data, output, *more, **options):
+    small = (
+        *("--model", "test_vit", "--size", "32", "--model-kwargs", "patch_size=8", "--epochs", "2", "--workers", "0"),
+        *("--batch-size", "6", "--cpu", "--data", str(data), "--output", str(output)),
+    )
+    return subprocess.run(command("train", *small, *more), capture_output=True, text=True, timeout=300, **options)
+
+
+def weights(output, name="last"):
+    return load_file(output / f"{name}.safetensors")
+
+
+def assert_equal_bits(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+# Settings
+
+
+def test_every_flag_can_come_from_yaml_and_goes_back_there(tmp_path):
+    config = flags.make(TrainConfig, {**RICH, "keep_ratio": {"attention": 1.0, "mlp": 0.5}})
+    flags.write_yaml(tmp_path / "config.yaml", config)
+    assert flags.make(TrainConfig, flags.read_yaml(tmp_path / "config.yaml")) == config
+
+
+def test_what_a_flag_parses_a_yaml_file_may_say_in_words():
+    found = flags.make(TrainConfig, {"keep-ratio": "attention=1,mlp=0.25", "model_kwargs": "img_size=32", "lr": "1e-3"})
+    assert found.keep_ratio == {"attention": 1, "mlp": 0.25}
+    assert found.model_kwargs == {"img_size": 32}
+    assert found.lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"bach_size": 3}, "there is no setting 'bach_size'; did you mean batch_size?"),
+        ({"epochs": 0}, "epochs=0: give at least 1"),
+        ({"epochs": 1.5}, "give a whole number"),
+        ({"channels_last": "yes"}, "give true or false"),
+        ({"amp": "int8"}, "use one of bf16, fp16"),
+        ({"keep_ratio": "half"}, "is no number"),
+        ({"keep_ratio": 1.5}, "outside (0, 1]"),
+        ({"full": True, "mask": "grid"}, "full backprop has no use for mask"),
+        ({"full": True, "finish": 0.1}, "full backprop is exact from the beginning"),
+        ({"finish": 2.0}, "give a share of the steps"),
+        ({"accumulate": 2, "global_batch": 64}, "not both"),
+        ({"global_batch": 50, "batch_size": 32}, None),
+        ({"fsdp": True, "ema": 0.9}, "leave out one of the two"),
+        ({"mixup": 0.2, "batch_size": 3}, "takes samples in pairs|take samples in pairs"),
+        ({"resume": True}, "give the output folder"),
+        ({"ema": 1.0}, "between 0 and 1"),
+    ],
+)
+def test_settings_that_cannot_work(settings, words):
+    if words is None:
+        with pytest.raises(keepgrad.ConfigError, match="no multiple of 1 processes"):
+            flags.make(TrainConfig, settings).accumulation(1)
+        return
+    with pytest.raises(keepgrad.ConfigError) as error:
+        flags.make(TrainConfig, settings)
+    assert any(part in str(error.value) for part in words.split("|"))
+
+
+def test_recipes_are_the_published_ones():
+    for name, (gpus, steps) in {"vit_tiny": (8, 1), "vit_base": (32, 2), "convnext_tiny": (8, 4)}.items():
+        assert flags.make(TrainConfig, RECIPES[name]).accumulation(gpus) == steps
+    assert {config["preset"] for config in RECIPES.values()} == {"paper"}
+
+
+def test_flags_override_the_file_and_the_file_the_recipe(tmp_path, folder):
+    (tmp_path / "some.yaml").write_text("recipe: convnext_tiny\nlr: 0.5\nbatch-size: 4\n")
+    args = ("--config", str(tmp_path / "some.yaml"), "--accumulate", "2", "--lr", "0.25", "--full", "--amp", "bf16")
+    parser = __import__("argparse").ArgumentParser()
+    from keepgrad.cli import train
+
+    train.add_arguments(parser)
+    config = train._config(parser.parse_args([*args, "--data", str(folder)]))
+    assert (config.model, config.batch_size, config.lr, config.drop_path) == ("convnext_tiny", 4, 0.25, 0.1)
+    assert (config.accumulate, config.global_batch, config.full, config.preset) == (2, None, True, None)
+
+
+# A run
+
+
+def test_a_run_leaves_results_that_timm_reads(folder, tmp_path):
+    outcome = trainer(folder, tmp_path / "run", ema=0.9, keep_ratio=0.5).run()
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {
+        *("config.yaml", "metrics.csv", "events", "curves.png", "best.safetensors", "last.safetensors", "state.pt")
+    }
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
+    assert float(rows[-1]["top1"]) == outcome.history[-1]["top1"]
+    assert float(rows[2]["train_loss"]) < float(rows[0]["train_loss"])
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"] == "test_vit"
+    assert list((tmp_path / "run" / "events").iterdir())
+    assert Image.open(tmp_path / "run" / "curves.png").width > 500
+    plain = timm.create_model(
+        "test_vit", img_size=32, patch_size=8, num_classes=3, checkpoint_path=tmp_path / "run" / "best.safetensors"
+    )
+    assert_equal_bits(dict(plain.state_dict()), weights(tmp_path / "run", "best"))
+
+
+def test_eval_finds_the_accuracy_that_training_saw(folder, tmp_path):
+    outcome = trainer(folder, tmp_path / "run").run()
+    for path in (tmp_path / "run", tmp_path / "run" / "best.safetensors"):
+        args = command("eval", str(path), "--data", str(folder), "--workers", "1", "--batch-size", "5", "--cpu", "--json")
+        done = subprocess.run(args, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["top1"] == outcome.best["top1"]
+        assert found["images"] == 12
+        assert found["loss"] == pytest.approx(outcome.best["val_loss"], rel=1e-4)
+
+
+def test_full_backprop_trains_like_plain_pytorch(folder, tmp_path):
+    """The loop against a dozen lines of its own: the same batches, AdamW, and nothing else."""
+    settings = {"full": True, "smoothing": 0.0, "warmup_epochs": 0, "min_lr": 1e-3, "weight_decay": 0.0, "epochs": 1}
+    own = trainer(folder, tmp_path / "run", **settings)
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", img_size=32, patch_size=8, num_classes=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    for images, labels in own.task.batches(0, 0):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    own.run()
+    found = weights(tmp_path / "run")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_finish_trains_the_last_steps_with_exact_gradients_under_checkpointing(folder, tmp_path):
+    run = trainer(folder, tmp_path / "run", keep_ratio=0.25, finish=0.5)
+    block = run.bare.blocks[0]
+    seen = []
+    step = run._step
+
+    def watched(group):
+        loss = step(group)
+        seen.append((block.forward.shared.exact, run.bare.grad_checkpointing))
+        return loss
+
+    run._step = watched
+    run.run()
+    assert seen == [(False, False)] * (run.steps // 2) + [(True, True)] * (run.steps - run.steps // 2)
+
+
+def test_accumulated_batches_are_one_large_batch(folder, tmp_path):
+    found = []
+    for number, (batch, accumulate) in enumerate(((12, 1), (6, 2))):
+        settings = {"batch_size": batch, "accumulate": accumulate, "aug": False, "full": True, "epochs": 1}
+        trainer(folder, tmp_path / f"{number}", **settings).run()
+        found.append(weights(tmp_path / f"{number}"))
+    for name in found[0]:
+        torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_precision_memory_format_and_compiler(folder, tmp_path):
+    settings = {"amp": "bf16", "channels_last": True, "checkpointing": True, "epochs": 1}
+    outcome = trainer(folder, tmp_path / "a", **settings, model="test_convnext", model_kwargs=None).run()
+    assert outcome.history[0]["train_loss"] > 0
+    plain = trainer(folder, tmp_path / "b", epochs=1, full=True).run()
+    compiled = trainer(folder, tmp_path / "c", epochs=1, full=True, compile=True).run()
+    assert compiled.history[0]["train_loss"] == pytest.approx(plain.history[0]["train_loss"], rel=1e-4)
+    assert weights(tmp_path / "b").keys() == weights(tmp_path / "c").keys()
+
+
+def test_pretrained_weights_from_a_file_with_another_classifier(folder, tmp_path):
+    other = timm.create_model("test_vit", img_size=32, patch_size=8, num_classes=7)
+    torch.save(other.state_dict(), tmp_path / "other.pth")
+    run = trainer(folder, tmp_path / "run", pretrained=str(tmp_path / "other.pth"))
+    assert torch.equal(run.bare.blocks[1].mlp.fc1.weight.detach(), other.blocks[1].mlp.fc1.weight.detach())
+    assert run.bare.head.out_features == 3
+    torch.save(other, tmp_path / "other.pth")
+    with pytest.raises(keepgrad.ConfigError, match="cannot be read as weights"):
+        trainer(folder, tmp_path / "run2", pretrained=str(tmp_path / "other.pth"))
+
+
+# Resumption
+
+KILLS = """
+import os, signal, sys
+from pathlib import Path
+from keepgrad.cli import main
+from keepgrad.train import loop, state
+
+point, number = sys.argv[1], int(sys.argv[2])
+count = 0
+
+def die(*_):
+    global count
+    count += 1
+    if count == number:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def before(owner, name):
+    own = getattr(owner, name)
+    def replaced(*args, **kwargs):
+        die()
+        return own(*args, **kwargs)
+    setattr(owner, name, replaced)
+
+if point == "step":
+    before(loop.Trainer, "_step")
+elif point == "update":
+    import torch
+    before(torch.optim.AdamW, "step")
+elif point == "evaluation":
+    before(loop.Trainer, "_end_epoch")
+elif point == "weights":
+    before(loop.Trainer, "_write_weights")
+elif point == "state":
+    import torch
+    own_save = torch.save
+    def half(found, path):
+        own_save(found, path)
+        count_now = globals()["count"] + 1
+        if count_now == number:
+            os.truncate(path, os.path.getsize(path) // 2)
+        die()
+    state.torch.save = half
+elif point == "replace":
+    before(os, "replace")
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder, tmp_path_factory):
+    output = tmp_path_factory.mktemp("unbroken") / "run"
+    outcome = trainer(folder, output, **RICH).run()
+    return output, outcome
+
+
+def rich_args(folder, output):
+    config = flags.make(TrainConfig, {**RICH, "data": str(folder), "output": str(output), "resume": True})
+    path = output.parent / "rich.yaml"
+    path.write_text(yaml.safe_dump({k: v for k, v in dataclasses.asdict(config).items() if v is not None}))
+    return ("train", "--config", str(path))
+
+
+@pytest.mark.parametrize(
+    ("point", "number"),
+    [("step", 1), ("step", 5), ("update", 8), ("evaluation", 2), ("weights", 4), ("state", 4), ("replace", 11)],
+)
+def test_killed_at_any_moment_a_resumed_run_ends_with_the_same_bits(folder, tmp_path, unbroken, point, number):
+    (tmp_path / "kills.py").write_text(KILLS)
+    args = rich_args(folder, tmp_path / "run")
+    killed = subprocess.run(
+        [sys.executable, str(tmp_path / "kills.py"), point, str(number), *args], capture_output=True, timeout=300
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    done = subprocess.run(command(*args), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    output, outcome = unbroken
+    for name in ("last", "best"):
+        assert_equal_bits(weights(tmp_path / "run", name), weights(output, name))
+    state, wanted = State.read(tmp_path / "run" / "state.pt"), State.read(output / "state.pt")
+    for row, own in zip(outcome.history, state.history, strict=True):
+        for key in ("epoch", "step", "lr", "train_loss", "val_loss", "top1"):
+            assert own[key] == row[key], key
+    assert torch.equal(
+        state.optimizer["state"]["head.weight"]["exp_avg"], wanted.optimizer["state"]["head.weight"]["exp_avg"]
+    )
+    assert not list((tmp_path / "run").glob(".*partial*"))
+
+
+def test_loader_processes_change_nothing(folder, tmp_path, unbroken):
+    trainer(folder, tmp_path / "run", **{**RICH, "workers": 2}).run()
+    assert_equal_bits(weights(tmp_path / "run"), weights(unbroken[0]))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_between_two_steps_and_nothing_is_lost(folder, tmp_path, number, unbroken):
+    args = rich_args(folder, tmp_path / "run")
+    process = subprocess.Popen(command(*args), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    while not (tmp_path / "run" / "state.pt").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    if process.returncode == 0:
+        pytest.skip("the run was over before the signal came")
+    assert process.returncode == 130
+    assert f"{number.name} after step" in errors
+    assert "--resume --output" in errors
+    done = subprocess.run(command(*args), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "continuing" in done.stdout
+    assert_equal_bits(weights(tmp_path / "run"), weights(unbroken[0]))
+
+
+def test_resume_starts_anew_where_there_is_nothing_and_does_nothing_where_all_is_done(folder, tmp_path):
+    first = keepgrad_train(folder, tmp_path / "run", "--resume")
+    assert first.returncode == 0, first.stderr
+    before = (tmp_path / "run" / "last.safetensors").read_bytes()
+    again = keepgrad_train(folder, tmp_path / "run", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "run" / "last.safetensors").read_bytes() == before
+    without = keepgrad_train(folder, tmp_path / "run")
+    assert without.returncode == 2
+    assert "has a run already; give --resume to continue it, or another --output" in without.stderr
+
+
+def test_a_state_cannot_run_code(folder, tmp_path):
+    trainer(folder, tmp_path / "run", epochs=1).run()
+    torch.save({"step": os.system}, tmp_path / "run" / "state.pt")
+    with pytest.raises(keepgrad.FileError, match=r"state\.pt is not a state that can be resumed"):
+        trainer(folder, tmp_path / "run", resume=True)
+
+
+# What can go wrong
+
+
+def test_a_full_disk_leaves_the_state_from_before(folder, tmp_path):
+    first = keepgrad_train(folder, tmp_path / "run", "--epochs", "1")
+    assert first.returncode == 0, first.stderr
+    before = (tmp_path / "run" / "state.pt").read_bytes()
+
+    def small_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, len(before) // 2))
+
+    done = keepgrad_train(folder, tmp_path / "run", "--resume", "--epochs", "2", preexec_fn=small_files)
+    assert done.returncode == 2
+    assert "cannot write" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "run" / "state.pt").read_bytes() == before
+    done = keepgrad_train(folder, tmp_path / "run", "--resume", "--epochs", "2")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_an_unreadable_image_is_named_and_the_run_goes_on_when_it_is_mended(folder, tmp_path, workers):
+    import shutil
+
+    shutil.copytree(folder, tmp_path / "images")
+    broken = tmp_path / "images" / "train" / "bird" / "3.png"
+    whole = broken.read_bytes()
+    broken.write_bytes(whole[:100])
+    done = keepgrad_train(tmp_path / "images", tmp_path / "run", "--workers", workers)
+    assert done.returncode == 2
+    assert "bird/3.png cannot be read as an image" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert State.read(tmp_path / "run" / "state.pt").step < 14
+    broken.write_bytes(whole)
+    done = keepgrad_train(tmp_path / "images", tmp_path / "run", "--workers", workers, "--resume")
+    assert done.returncode == 0, done.stderr
+    keepgrad_train(folder, tmp_path / "other")
+    assert_equal_bits(weights(tmp_path / "run"), weights(tmp_path / "other"))
+
+
+def test_classes_that_do_not_fit(folder, tmp_path):
+    import shutil
+
+    shutil.copytree(folder, tmp_path / "images")
+    (tmp_path / "images" / "train" / "dog").mkdir()
+    with pytest.raises(keepgrad.InputError, match="dog is a class folder without images"):
+        trainer(tmp_path / "images", tmp_path / "run")
+    shutil.copy(folder / "val" / "cat" / "0.png", tmp_path / "images" / "train" / "dog" / "0.png")
+    with pytest.raises(keepgrad.InputError, match="training has 4 classes and evaluation 3; only one of them has dog"):
+        trainer(tmp_path / "images", tmp_path / "run")
+    trainer(folder, tmp_path / "run", epochs=1).run()
+    (tmp_path / "images" / "val" / "dog").mkdir()
+    shutil.copy(folder / "val" / "cat" / "0.png", tmp_path / "images" / "val" / "dog" / "0.png")
+    with pytest.raises(keepgrad.ConfigError, match="has num_classes=3, and this run has 4"):
+        trainer(tmp_path / "images", tmp_path / "run", resume=True)
+    args = command("eval", str(tmp_path / "run"), "--data", str(tmp_path / "images"), "--cpu")
+    done = subprocess.run(args, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert "is for 3 classes" in done.stderr
+
+
+def test_a_loss_that_is_no_number_names_the_step(folder, tmp_path):
+    run = trainer(folder, tmp_path / "run", lr=1e30, warmup_epochs=0)
+    with pytest.raises(keepgrad.DivergedError, match=r"the loss is (nan|inf) at step \d+, in epoch 1"):
+        run.run()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--data", "no/such/folder"), "no/such/folder: there is no such folder or file"),
+        (("--batch-size", "64"), "the data is less than one step"),
+        (("--model", "vit_smal"), "did you mean"),
+        (("--model-kwargs", "wings=2"), "test_vit cannot be made with"),
+        (("--opt", "adamwings"), "see timm.optim.list_optimizers()"),
+        (("--fsdp",), "start with torchrun"),
+        (("--model", "test_resnet", "--model-kwargs", ""), "has no block that keepgrad knows"),
+    ],
+)
+def test_wrong_arguments_are_one_clear_line(folder, tmp_path, args, words):
+    done = keepgrad_train(folder, tmp_path / "run", *args)
+    assert done.returncode == 2
+    assert words in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "state.pt").exists()
+
+
+# Many processes
+
+WORKER = """
+import sys
+import torch
+from keepgrad.train import flags, loop
+from keepgrad.train.classify import Classification
+from keepgrad.train.config import TrainConfig
+
+torch.set_num_threads(1)
+# The same masks in every process, so that a batch in pieces is the batch.
+own = loop.mixed_seed
+loop.mixed_seed = lambda seed, step, number, process: own(seed, step, number, 0)
+config = flags.make(TrainConfig, flags.read_yaml(__import__("pathlib").Path(sys.argv[1])))
+accelerator = loop.accelerator_for(config)
+trainer = loop.Trainer(Classification(config, accelerator), config, accelerator)
+found = []
+
+def note(optimizer, *_):
+    grads = {}
+    for name, p in trainer.bare.named_parameters():
+        grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        grads[name] = grad.clone()
+    found.append(grads)
+
+trainer.optimizer.register_step_pre_hook(note)
+outcome = trainer.run()
+if accelerator.is_main_process:
+    losses = [row["train_loss"] for row in outcome.history]
+    vals = [(row["val_loss"], row["top1"]) for row in outcome.history]
+    torch.save({"grads": found, "losses": losses, "vals": vals}, sys.argv[2])
+if accelerator.num_processes > 1:
+    torch.distributed.destroy_process_group()
+"""
+
+
+def run_processes(tmp_path, name, processes, folder, **settings):
+    (tmp_path / "worker.py").write_text(WORKER)
+    output = tmp_path / name
+    config = {**SMALL, "data": str(folder), "output": str(output), "epochs": 2, "keep_ratio": 0.5, **settings}
+    (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    launch = [sys.executable]
+    if processes > 1:
+        launch += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0"]
+    args = [*launch, str(tmp_path / "worker.py"), str(tmp_path / f"{name}.yaml"), str(tmp_path / f"{name}.pt")]
+    done = subprocess.run(args, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return torch.load(tmp_path / f"{name}.pt"), output
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+def test_two_processes_train_like_one(folder, tmp_path, fsdp):
+    settings = {"aug": False, "accumulate": 2, "weight_decay": 0.05}
+    alone, output = run_processes(tmp_path, "alone", 1, folder, **settings)
+    both, shared = run_processes(tmp_path, "both", 2, folder, **settings, batch_size=3, fsdp=fsdp)
+    for name, wanted in alone["grads"][0].items():
+        torch.testing.assert_close(both["grads"][0][name], wanted, rtol=1e-3, atol=1e-6, msg=name)
+    assert both["losses"] == pytest.approx(alone["losses"], rel=1e-3)
+    assert both["vals"][0] == pytest.approx(alone["vals"][0], rel=1e-3)
+    found, wanted = weights(shared), weights(output)
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=0.05, atol=2e-3, msg=name)
+
+
+def test_a_sharded_run_is_resumed(folder, tmp_path):
+    whole, output = run_processes(tmp_path, "whole", 2, folder, batch_size=3, fsdp=True)
+    run_processes(tmp_path, "parts", 2, folder, batch_size=3, fsdp=True, epochs=1, warmup_epochs=0)
+    state = State.read(tmp_path / "parts" / "state.pt")
+    assert state.step == 7
+    assert state.model["head.weight"].shape == (3, 64)
+    run_processes(tmp_path, "parts", 2, folder, batch_size=3, fsdp=True, resume=True, warmup_epochs=0)
+    assert State.read(tmp_path / "parts" / "state.pt").step == 14
+
+
+def test_torchrun_and_accelerate_start_the_command(folder, tmp_path):
+    launches = {
+        "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m"],
+        "accelerate": [
+            *("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"),
+            *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m"),
+        ],
+    }
+    for name, launch in launches.items():
+        args = ["keepgrad", "train", "--data", str(folder), "--output", str(tmp_path / name), "--model", "test_vit"]
+        args += ["--size", "32", "--epochs", "1", "--batch-size", "3", "--workers", "0", "--cpu"]
+        done = subprocess.run([sys.executable, *launch, *args], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("results:") == 1
+        assert (tmp_path / name / "best.safetensors").exists()
