@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import timm
@@ -11,7 +12,9 @@ import torch
 from keepgrad.ops.oracle import Matrices, matrices
 from keepgrad.sampling import Grid, Kept, sample
 
+# One thread a process, here and in those that tests start: two tests run at a time, and sums keep their order.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def vit(**kwargs):

@@ -14,18 +14,19 @@ def keepgrad(*args):
     return subprocess.run([sys.executable, "-m", "keepgrad", *args], capture_output=True, text=True, timeout=300)
 
 
-def test_demo_trains_with_and_without():
-    done = keepgrad("demo", "--epochs", "1")
+def test_train_without_data_trains_digits_with_and_without(tmp_path):
+    done = keepgrad("train", "--epochs", "1", "--keep-ratio", "0.5", "--output", str(tmp_path / "runs"))
     assert done.returncode == 0, done.stderr
-    for name in ("full backprop", "keepgrad accurate", "keepgrad small"):
-        assert name in done.stdout
-    assert "1.00x" in done.stdout
+    for words in ("full backprop", "keepgrad 0.5", "1.00x", "accuracy", "cosine"):
+        assert words in done.stdout
+    assert (tmp_path / "runs" / "full-backprop" / "best.safetensors").exists()
+    assert (tmp_path / "runs" / "keepgrad" / "metrics.csv").exists()
 
 
 def test_errors_are_one_line_with_exit_code_two():
-    done = keepgrad("demo", "--epochs", "0")
+    done = keepgrad("train", "--epochs", "0")
     assert done.returncode == 2
-    assert done.stderr == "keepgrad demo: --epochs 0: train for at least one epoch\n"
+    assert done.stderr == "keepgrad train: epochs=0: give at least 1\n"
 
 
 @pytest.mark.parametrize("args", [(), ("fly",)])
@@ -38,7 +39,8 @@ def test_an_unknown_command_shows_the_known_ones(args):
 def test_help():
     done = keepgrad("--help")
     assert done.returncode == 0
-    assert "demo" in done.stdout
+    for name in ("train", "eval", "estimate", "fidelity"):
+        assert name in done.stdout
 
 
 def test_estimate_shows_the_methods_side_by_side():
@@ -117,7 +119,7 @@ def test_fidelity_reads_weights_without_running_code(folder, tmp_path):
     torch.save(model, weights)
     done = keepgrad(*args, "--checkpoint", str(weights))
     assert done.returncode == 2
-    assert done.stderr.startswith(f"keepgrad fidelity: --checkpoint {weights} does not load into the model: ")
+    assert done.stderr.startswith(f"keepgrad fidelity: {weights} does not load into the model: ")
     assert done.stderr.count("\n") == 1
     torch.save(timm.create_model("test_convnext", num_classes=7).state_dict(), weights)
     done = keepgrad(*args, "--checkpoint", str(weights))

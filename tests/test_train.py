@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -165,9 +166,11 @@ def test_a_run_leaves_results_that_timm_reads(folder, tmp_path):
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
     assert float(rows[-1]["top1"]) == outcome.history[-1]["top1"]
     assert float(rows[2]["train_loss"]) < float(rows[0]["train_loss"])
+    assert 1e-6 < float(rows[2]["lr"]) < 1e-4
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"] == "test_vit"
     assert list((tmp_path / "run" / "events").iterdir())
-    assert Image.open(tmp_path / "run" / "curves.png").width > 500
+    with Image.open(tmp_path / "run" / "curves.png") as picture:
+        assert picture.width > 500
     plain = timm.create_model(
         "test_vit", img_size=32, patch_size=8, num_classes=3, checkpoint_path=tmp_path / "run" / "best.safetensors"
     )
@@ -177,7 +180,9 @@ def test_a_run_leaves_results_that_timm_reads(folder, tmp_path):
 def test_eval_finds_the_accuracy_that_training_saw(folder, tmp_path):
     outcome = trainer(folder, tmp_path / "run").run()
     for path in (tmp_path / "run", tmp_path / "run" / "best.safetensors"):
-        args = command("eval", str(path), "--data", str(folder), "--workers", "1", "--batch-size", "5", "--cpu", "--json")
+        args = command(
+            "eval", str(path), "--data", str(folder), "--workers", "1", "--batch-size", "5", "--cpu", "--json"
+        )
         done = subprocess.run(args, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
@@ -231,7 +236,7 @@ def test_accumulated_batches_are_one_large_batch(folder, tmp_path):
 
 def test_precision_memory_format_and_compiler(folder, tmp_path):
     settings = {"amp": "bf16", "channels_last": True, "checkpointing": True, "epochs": 1}
-    outcome = trainer(folder, tmp_path / "a", **settings, model="test_convnext", model_kwargs=None).run()
+    outcome = trainer(folder, tmp_path / "a", **settings, model="test_convnext", model_kwargs=None, size=64).run()
     assert outcome.history[0]["train_loss"] > 0
     plain = trainer(folder, tmp_path / "b", epochs=1, full=True).run()
     compiled = trainer(folder, tmp_path / "c", epochs=1, full=True, compile=True).run()
@@ -487,6 +492,16 @@ config = flags.make(TrainConfig, flags.read_yaml(__import__("pathlib").Path(sys.
 accelerator = loop.accelerator_for(config)
 trainer = loop.Trainer(Classification(config, accelerator), config, accelerator)
 found = []
+if len(sys.argv) > 3:
+    save = trainer.save
+
+    def save_and_stop():
+        save()
+        if trainer.state.step == int(sys.argv[3]):
+            torch.distributed.destroy_process_group()
+            sys.exit()
+
+    trainer.save = save_and_stop
 
 def note(optimizer, *_):
     grads = {}
@@ -506,18 +521,25 @@ if accelerator.num_processes > 1:
 """
 
 
-def run_processes(tmp_path, name, processes, folder, **settings):
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_processes(tmp_path, name, processes, folder, stop_after=None, **settings):
     (tmp_path / "worker.py").write_text(WORKER)
     output = tmp_path / name
     config = {**SMALL, "data": str(folder), "output": str(output), "epochs": 2, "keep_ratio": 0.5, **settings}
     (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
     launch = [sys.executable]
     if processes > 1:
-        launch += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0"]
+        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     args = [*launch, str(tmp_path / "worker.py"), str(tmp_path / f"{name}.yaml"), str(tmp_path / f"{name}.pt")]
+    args += [] if stop_after is None else [str(stop_after)]
     done = subprocess.run(args, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
-    return torch.load(tmp_path / f"{name}.pt"), output
+    return None if stop_after else torch.load(tmp_path / f"{name}.pt"), output
 
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
@@ -536,21 +558,25 @@ def test_two_processes_train_like_one(folder, tmp_path, fsdp):
 
 
 def test_a_sharded_run_is_resumed(folder, tmp_path):
-    whole, output = run_processes(tmp_path, "whole", 2, folder, batch_size=3, fsdp=True)
-    run_processes(tmp_path, "parts", 2, folder, batch_size=3, fsdp=True, epochs=1, warmup_epochs=0)
+    settings = {"batch_size": 3, "fsdp": True, "aug": False, "save_every": 1}
+    whole, _ = run_processes(tmp_path, "whole", 2, folder, **settings)
+    run_processes(tmp_path, "parts", 2, folder, **settings, stop_after=5)
     state = State.read(tmp_path / "parts" / "state.pt")
-    assert state.step == 7
-    assert state.model["head.weight"].shape == (3, 64)
-    run_processes(tmp_path, "parts", 2, folder, batch_size=3, fsdp=True, resume=True, warmup_epochs=0)
-    assert State.read(tmp_path / "parts" / "state.pt").step == 14
+    assert state.step == 5
+    assert state.model["head.weight"].shape == state.optimizer["state"]["head.weight"]["exp_avg"].shape == (3, 64)
+    rest, _ = run_processes(tmp_path, "parts", 2, folder, **settings, resume=True)
+    assert len(rest["grads"]) == len(whole["grads"]) - 5
+    for name, wanted in whole["grads"][5].items():
+        torch.testing.assert_close(rest["grads"][0][name], wanted, rtol=1e-4, atol=1e-7, msg=name)
+    assert_equal_bits(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
 
 
 def test_torchrun_and_accelerate_start_the_command(folder, tmp_path):
     launches = {
-        "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m"],
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"],
         "accelerate": [
             *("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"),
-            *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m"),
+            *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(free_port()), "-m"),
         ],
     }
     for name, launch in launches.items():

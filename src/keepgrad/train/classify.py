@@ -83,6 +83,7 @@ class Classification:
         return {
             "num_classes": len(self.classes),
             "model": self.config.model,
+            "size": self.config.size,
             "model_kwargs": self.options,
             "data_config": {key: _plain(value) for key, value in self.data_config.items()},
             "classes": self.classes,
@@ -152,7 +153,7 @@ def open_weights(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     weights, about = read_weights(path)
     if "model_kwargs" not in about:
         raise ConfigError(f"{path} does not say what model it is for; it was not written by keepgrad train")
-    model = models.create(about["model"], **about["model_kwargs"])
+    model = models.create(about["model"], size=about["size"], **about["model_kwargs"])
     model.load_state_dict(weights)
     return model.eval(), about
 

@@ -75,7 +75,7 @@ class RunFlags(KeepFlags):
     min_lr: float = flag(1e-6, "the lowest learning rate")
     weight_decay: float = flag(0.05, "weight decay")
     layer_decay: float | None = flag(None, "factor of the learning rate from a layer to the one below", type=float)
-    warmup_epochs: float = flag(5.0, "epochs until the highest learning rate")
+    warmup_epochs: float = flag(5.0, "epochs until the highest learning rate, at most half of all")
     clip_grad: float | None = flag(None, "largest norm of the gradient", type=float, metavar="NORM")
     ema: float | None = flag(None, "decay of a moving average of the weights, e.g. 0.9999", type=float, metavar="DECAY")
     finish: float = flag(0.0, "share of the steps, at the end, with exact gradients under checkpointing")

@@ -5,6 +5,7 @@ So a run can be taken up at any step, with any number of loader processes, and s
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import tarfile
@@ -225,6 +226,11 @@ def _collated(samples: list[Any]) -> Any:
     return next((sample for sample in samples if isinstance(sample, Unreadable)), None) or default_collate(samples)
 
 
+def _processors() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _ignore_interrupt(_: int) -> None:
     """Ctrl-C reaches every process of a terminal, but it is for the training process to stop in order."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -241,7 +247,7 @@ def loader(
     found = DataLoader(
         _Augmented(source, transform, mode, seed),
         batch_sampler=batches,
-        num_workers=min(workers, len(batches)),
+        num_workers=min(workers, len(batches), _processors()),
         collate_fn=_collated,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # so that torch's own random state is left alone

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..adapters import find_blocks
 from ..budget import checkpointed
 from ..errors import ConfigError, DivergedError, FileError, InputError, KeepgradError, StoppedError
+from ..memory import AMP
 from ..patch import apply, exact
 from ..plan import Plan
 from .config import RunFlags
@@ -79,7 +80,7 @@ def accelerator_for(config: RunFlags) -> Any:
 
     if config.fsdp and config.amp == "fp16":
         raise ConfigError("fsdp with fp16 would need a scaler of its own; use amp bf16")
-    accelerator = Accelerator(mixed_precision=config.amp or "no", cpu=config.cpu)
+    accelerator = Accelerator(cpu=config.cpu)
     if config.fsdp and accelerator.num_processes == 1:
         raise ConfigError("fsdp shards over processes, and there is one; start with torchrun --nproc-per-node N")
     if config.amp == "fp16" and accelerator.device.type == "cpu":
@@ -97,7 +98,7 @@ class Trainer:
 
     def __init__(self, task: Task, config: RunFlags, accelerator: Any) -> None:
         from timm.optim import create_optimizer_v2
-        from timm.scheduler import create_scheduler_v2
+        from timm.scheduler import CosineLRScheduler
         from timm.utils import ModelEmaV3
 
         self.task, self.config, self.accelerator = task, config, accelerator
@@ -124,28 +125,28 @@ class Trainer:
         model.to(accelerator.device)
         if config.channels_last:
             model.to(memory_format=torch.channels_last)
-        try:
-            self.optimizer = create_optimizer_v2(
-                model, config.opt, config.lr, config.weight_decay, layer_decay=config.layer_decay
-            )
-        except (AssertionError, ValueError, TypeError, RuntimeError) as error:
-            raise ConfigError(f"opt={config.opt!r} cannot be made: {error}; see timm.optim.list_optimizers()") from None
-        self.scheduler, _ = create_scheduler_v2(
-            self.optimizer,
-            sched="cosine",
-            num_epochs=config.epochs,
-            warmup_epochs=min(config.warmup_epochs, config.epochs),  # type: ignore[arg-type]
-            warmup_lr=min(1e-6, config.lr),
-            warmup_prefix=True,
-            min_lr=min(config.min_lr, config.lr),
-            step_on_epochs=False,
-            updates_per_epoch=self.steps_per_epoch,
-        )
         self.ema = None if config.ema is None else ModelEmaV3(model, decay=config.ema, use_warmup=True)
         self.bare = model
         if config.compile:
             model.compile()
         self.model = self._distributed(model)
+        try:
+            # Behind `_distributed`: sharding makes new parameters.
+            self.optimizer = create_optimizer_v2(
+                model, config.opt, config.lr, config.weight_decay, layer_decay=config.layer_decay
+            )
+        except (AssertionError, ValueError, TypeError, RuntimeError) as error:
+            raise ConfigError(f"opt={config.opt!r} cannot be made: {error}; see timm.optim.list_optimizers()") from None
+        warmup = round(min(config.warmup_epochs, config.epochs / 2) * self.steps_per_epoch)
+        self.scheduler = CosineLRScheduler(
+            self.optimizer,
+            t_initial=self.steps - warmup,
+            lr_min=min(config.min_lr, config.lr),
+            warmup_t=warmup,
+            warmup_lr_init=min(1e-6, config.lr),
+            warmup_prefix=True,
+            t_in_epochs=False,
+        )
         self.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=config.amp == "fp16")
         self.state = self._begin()
 
@@ -222,7 +223,9 @@ class Trainer:
                     state.running["seconds"] = state.running.get("seconds", 0.0) + time.perf_counter() - began
                     rate = (number + 1) * self._samples() / state.running["seconds"]
                     record.step(state.step, loss, rate, self.accelerator.device)
-                    if signals and number + 1 < self.steps_per_epoch:
+                    if number + 1 == self.steps_per_epoch:
+                        continue  # a state at the end of an epoch has its evaluation
+                    if signals:
                         self._stop(signals[0])
                     if self.config.save_every and state.step % self.config.save_every == 0:
                         self.save()
@@ -258,7 +261,7 @@ class Trainer:
         for number, batch in enumerate(group):
             set_seed(mixed_seed(config.seed, state.step, number, self.accelerator.process_index))
             last = number + 1 == len(group)
-            with self.accelerator.autocast(), self._synced(last):
+            with self._autocast(), self._synced(last):
                 loss = self.task.loss(self.model, batch) / len(group)
                 self.scaler.scale(loss).backward()
             total += loss.detach()
@@ -279,6 +282,9 @@ class Trainer:
         state.running["loss"] = state.running.get("loss", 0.0) + value
         return value
 
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.accelerator.device.type, AMP[self.config.amp], enabled=self.config.amp is not None)
+
     def _synced(self, last: bool) -> Any:
         """Gradients travel between replicas with the last batch of a step only."""
         if last or self.config.fsdp or self.accelerator.num_processes == 1:
@@ -298,7 +304,7 @@ class Trainer:
         mean = torch.tensor(state.running.pop("loss") / self.steps_per_epoch, device=device)
         evaluated = self.model if self.ema is None else self.ema.module
         evaluated.eval()
-        with torch.no_grad(), self.accelerator.autocast():
+        with torch.no_grad(), self._autocast():
             metrics = self.task.evaluate(evaluated)
         row: dict[str, float] = {"epoch": epoch + 1, "step": state.step, "lr": max(self._rates())}
         row["train_loss"] = float(self.accelerator.reduce(mean, "mean"))

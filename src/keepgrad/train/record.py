@@ -20,6 +20,8 @@ from ..report import figures, readable_bytes
 
 __all__ = ["Record", "peak_memory"]
 
+QUIET = ("epoch", "step", "lr", "seconds", "memory")  # what is no measure of quality
+
 
 def peak_memory(device: torch.device) -> int:
     """The most memory used so far: of the accelerator, or of the process on the CPU."""
@@ -79,7 +81,8 @@ class Record:
         if not self.on:
             return
         row = history[-1]
-        self.print("  ".join(f"{name} {_short(name, value)}" for name, value in row.items() if name != "step"))
+        shown = (f"{name} {_short(name, value)}" for name, value in row.items() if name not in QUIET)
+        self.print("  ".join([f"epoch {row['epoch']:3.0f}", *shown, f"{row['seconds']:.1f} s"]))
         for name, value in row.items():
             if name not in ("epoch", "step"):
                 self.events.add_scalar(name, value, int(row["step"]))
@@ -93,9 +96,7 @@ class Record:
 
 
 def _short(name: str, value: float) -> str:
-    if name == "memory":
-        return readable_bytes(value)
-    return f"{value:.0f}" if float(value).is_integer() and abs(value) >= 1 else f"{value:.4g}"
+    return f"{value:.4f}" if "loss" in name else f"{value:.1%}"
 
 
 def curves(history: Sequence[Mapping[str, float]]) -> Any:
@@ -104,7 +105,7 @@ def curves(history: Sequence[Mapping[str, float]]) -> Any:
     left, right = figure.subplots(1, 2)
     epochs = [row["epoch"] for row in history]
     for name in history[-1]:
-        if name in ("epoch", "step", "lr", "seconds", "memory"):
+        if name in QUIET:
             continue
         axes = left if "loss" in name else right
         axes.plot(epochs, [row[name] for row in history], marker="." if len(epochs) < 30 else "", label=name)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..fidelity import fidelity
-from ..memory import measure
+from ..memory import peak_bytes
 from ..report import Table, readable_bytes
 from .classify import Classification
 from .config import TrainConfig
@@ -77,7 +77,7 @@ def _seconds(models: dict[str, nn.Module], images: Tensor, labels: Tensor) -> di
 
 def _peaks(outcomes: dict[str, Outcome], images: Tensor, labels: Tensor) -> dict[str, int]:
     return {
-        name: measure(lambda model=outcome.model: _step(model, images, labels)).total  # type: ignore[misc]
+        name: peak_bytes(lambda model=outcome.model: _step(model, images, labels))  # type: ignore[misc]
         for name, outcome in outcomes.items()
     }
 
@@ -105,8 +105,9 @@ def _table(
         )
     head = ("", "accuracy", "step", "", "peak memory", "", "cosine")
     note = (
-        f"step: forward and backward of {SAMPLES} images, median of {ROUNDS}, taking turns. peak memory: of such a\n"
-        f"step, by the allocator. cosine: with the exact gradient of the trained model, mean of {DRAWS} masks."
+        f"step: forward and backward of {SAMPLES} images, median of {ROUNDS}, taking turns. peak memory: the most\n"
+        f"that tensors of such a step occupy. cosine: with the exact gradient of the trained model, mean of {DRAWS}\n"
+        "masks."
     )
     return Table(f"\n{config.epochs} epochs with full backprop and with keepgrad", head, rows, note)
 
