@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import KeepgradError, StoppedError
-from . import estimate, evaluate, fidelity, train
+from . import detect, estimate, evaluate, fidelity, train
 
 __all__ = ["main"]
 
-COMMANDS = {"train": train, "eval": evaluate, "estimate": estimate, "fidelity": fidelity}
+COMMANDS = {"train": train, "eval": evaluate, "detect": detect, "estimate": estimate, "fidelity": fidelity}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..train import digits, flags
 from ..train.config import RECIPES, TrainConfig
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "new_folder", "run"]
 
 # A setting of the user's that takes the place of another one in a recipe.
 INSTEAD_OF = {"full": "preset", "accumulate": "global_batch"}
@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> None:
 
     config = _config(args)
     if config.data is None:
-        output = Path(config.output or datetime.now().strftime("runs/digits-%Y%m%d-%H%M%S"))
-        print(side_by_side(config, output).to_text())
+        output = Path(config.output or new_folder("digits"))
+        print(side_by_side(config, output, Classification, {"accuracy": "top1"}).to_text())
         print(f"\nresults: {output}")
         return
     accelerator = accelerator_for(config)
@@ -47,6 +47,11 @@ def run(args: argparse.Namespace) -> None:
         top1, best = outcome.history[-1]["top1"], outcome.best
         print(f"top-1 {top1:.2%} after {config.epochs} epochs, best {best['top1']:.2%} in epoch {best['epoch']:.0f}")
         print(f"results: {outcome.output}")
+
+
+def new_folder(name: str) -> str:
+    """A folder for results that is not there yet."""
+    return datetime.now().strftime(f"runs/{name}-%Y%m%d-%H%M%S")
 
 
 def _config(args: argparse.Namespace) -> TrainConfig:

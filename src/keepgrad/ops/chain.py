@@ -218,8 +218,9 @@ def _in_pieces(spec: _Spec, x: Tensor, tensors: list[Tensors], kept: Kept | None
 
     A temporary of tens of megabytes leaves the processor's cache, and the allocator returns it to the system, which
     hands it out again page by page. Drop path, at the end of a chain, draws its noise for all samples at once.
+    Under autocast a chain runs whole, because there an estimate on the CPU stands for a run on an accelerator.
     """
-    if kept is None or x.device.type != "cpu" or torch.compiler.is_compiling():
+    if kept is None or x.device.type != "cpu" or spec.autocast is not None or torch.compiler.is_compiling():
         return None
     end = len(spec.stages)
     while end and isinstance(spec.stages[end - 1], Noise):

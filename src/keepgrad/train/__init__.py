@@ -7,7 +7,9 @@
 | loop       | the loop of any task: steps, evaluation, checkpoints, the switch to exact gradients, signals |
 | state      | what `--resume` continues from, and weights for others                                       |
 | record     | metrics.csv, TensorBoard, the picture of the curves, the progress bar                        |
-| images     | images with labels, in an order and with augmentations that depend on seed and epoch alone   |
+| order      | which samples come when, and with which random numbers                                       |
+| models     | models of timm by name                                                                       |
+| images     | images with labels, from a folder, a tar or whatever timm reads                              |
 | classify   | image classification, as a task of the loop                                                  |
 | digits     | the embedded default: scikit-learn's digits, full backprop and keepgrad side by side         |
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from ..errors import ConfigError, InputError
 from . import digits, models
 from .config import TrainConfig
-from .images import Batches, Source, held_out, loader, mode_of, open_images
+from .images import Source, held_out, loader, mode_of, open_images
+from .order import Batches
 from .state import read_weights
 
 __all__ = ["Classification", "Metrics", "evaluate", "open_weights", "train_sources"]
@@ -25,6 +27,7 @@ class Classification:
     """A model of timm on images with labels. Satisfies `loop.Task`."""
 
     goal = "top1"
+    shown: tuple[str, ...] = ("val_loss", "top1", "top5")
 
     def __init__(self, config: TrainConfig, accelerator: Any) -> None:
         from timm.data import create_transform
@@ -73,6 +76,11 @@ class Classification:
             return F.cross_entropy(model(images), labels)
         return F.cross_entropy(model(images), labels, label_smoothing=self.config.smoothing)
 
+    def sample(self, count: int = 256) -> Batch:
+        """Training images, so many that a step takes its time."""
+        images, labels = zip(*itertools.islice(self.batches(0, 0), -(-count // self.config.batch_size)), strict=True)
+        return torch.cat(images)[:count], torch.cat(labels)[:count]
+
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         found = evaluate(
             model, self.val, self.data_config, self.config.batch_size, self.config.workers, self.accelerator
@@ -89,6 +97,9 @@ class Classification:
             "classes": self.classes,
             "images": len(self.source),
         }
+
+    def write(self, output: Path) -> None:
+        """There are none besides those of the loop."""
 
 
 class Metrics:

@@ -16,7 +16,9 @@ from .flags import flag, pairs
 
 R = TypeVar("R", bound="RunFlags")
 
-__all__ = ["RECIPES", "KeepFlags", "RunFlags", "TrainConfig"]
+__all__ = ["DETECTORS", "RECIPES", "DetectConfig", "KeepFlags", "RunFlags", "TrainConfig"]
+
+DETECTORS = ("mask_rcnn", "cascade_mask_rcnn")
 
 
 def ratio(text: str) -> float | dict[str, float]:
@@ -71,6 +73,9 @@ class RunFlags(KeepFlags):
         None, "samples an optimizer step is made of, over all processes; sets --accumulate", type=int, metavar="N"
     )
     opt: str = flag("adamw", "an optimizer of timm", metavar="NAME")
+    sched: str = flag(
+        "cosine", "the learning rate after warm-up: a cosine, or tenths of it in two steps", choices=["cosine", "steps"]
+    )
     lr: float = flag(1e-3, "the highest learning rate")
     min_lr: float = flag(1e-6, "the lowest learning rate")
     weight_decay: float = flag(0.05, "weight decay")
@@ -182,6 +187,52 @@ class TrainConfig(RunFlags):
             raise ConfigError(f"mixup and cutmix take samples in pairs; batch_size={self.batch_size} is odd")
         if self.model_kwargs is not None and not isinstance(self.model_kwargs, dict):
             raise ConfigError(f"model_kwargs={self.model_kwargs!r}: give names and values")
+
+
+@dataclass(frozen=True)
+class DetectConfig(RunFlags):
+    """Detection and instance segmentation."""
+
+    data: str | None = flag(None, "a folder in the layout of COCO: annotations/, train2017/, val2017/")
+    detector: str = flag("mask_rcnn", "what to train", choices=list(DETECTORS))
+    backbone: str = flag(
+        "convnext_tiny", "a model of timm: a ConvNeXt, another with four stages, a ViT", metavar="NAME"
+    )
+    backbone_kwargs: dict[str, Any] | None = flag(
+        None, "arguments of the backbone, e.g. drop_path_rate=0.4", type=pairs, metavar="A=B"
+    )
+    pretrained: bool = flag(False, "begin with timm's weights of the backbone")
+    sizes: str = flag("480-800", "shorter side of the images, drawn from this range; evaluation takes the last")
+    max_size: int = flag(1333, "longest longer side")
+    channels: int = flag(256, "channels of the feature pyramid and the mask head")
+    head_width: int = flag(1024, "width of the box heads")
+    anchor: int = flag(32, "side of the smallest anchors, in pixels")
+    rois: int = flag(512, "regions of an image that the heads are trained on")
+    pictures: int = flag(8, "evaluated images that are drawn with what was found", metavar="N")
+    # What detection is usually trained with.
+    epochs: int = flag(12, "passes over the data")
+    batch_size: int = flag(2, "images a process takes at a time", metavar="N")
+    lr: float = flag(1e-4, "the highest learning rate")
+    warmup_epochs: float = flag(0.5, "epochs until the highest learning rate, at most half of all")
+    sched: str = flag("steps", "the learning rate after warm-up", choices=["cosine", "steps"])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.side_lengths()
+        for name in ("max_size", "channels", "head_width", "anchor", "rois"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: give at least 1")
+
+    def side_lengths(self) -> tuple[int, ...]:
+        """The lengths that the shorter side may have."""
+        try:
+            first, _, last = self.sizes.partition("-")
+            low, high = int(first), int(last or first)
+        except ValueError:
+            low, high = 0, -1
+        if not 1 <= low <= high:
+            raise ConfigError(f"sizes={self.sizes!r}: give a range of pixels like 480-800, or one number")
+        return (*range(low, high, 32), high)
 
 
 # The published scripts of the paper: ImageNet, 300 epochs. The batch is per GPU; its memory table has these sizes.

@@ -1,36 +1,22 @@
-"""Images with labels, in an order and with augmentations that depend on the seed, the epoch and the image alone.
-
-So a run can be taken up at any step, with any number of loader processes, and sees what it would have seen.
-"""
+"""Images with labels, from a folder, a tar or whatever timm reads, and as an epoch sees them."""
 
 from __future__ import annotations
 
-import os
-import random
-import signal
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 from ..errors import ConfigError, InputError
+from .order import Unreadable, loaded, mixed_seed, seeded
 
-__all__ = ["Batches", "Source", "Unreadable", "held_out", "loader", "mixed_seed", "open_images", "some_of"]
+__all__ = ["Source", "held_out", "loader", "mode_of", "open_images", "some_of"]
 
 HELD_OUT = 0.1
-
-
-class Unreadable(NamedTuple):
-    """A file that is no image. It travels in place of its batch: exceptions lose their form between processes."""
-
-    name: str
-    reason: str
 
 
 class Source(Protocol):
@@ -147,26 +133,6 @@ def _is_empty(folder: Path) -> bool:
     return not any(path.is_file() and not path.name.startswith(".") for path in folder.rglob("*"))
 
 
-def mixed_seed(*numbers: int) -> int:
-    """A seed of 32 bits from numbers, each of which changes it wholly."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """The random numbers of Python, NumPy and torch from `seed`, and from before afterwards."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
-
-
 class _Augmented(Dataset):
     """The images of a source through a transform. Number `epoch * len + index` is an image as that epoch sees it."""
 
@@ -180,84 +146,19 @@ class _Augmented(Dataset):
             image = image.convert(self.mode)
         except (OSError, SyntaxError, ValueError) as error:
             return Unreadable(self.source.name(index), str(error))
-        with _seeded(mixed_seed(self.seed, epoch, index)):
+        with seeded(mixed_seed(self.seed, epoch, index)):
             return self.transform(image), label
-
-
-class Batches:
-    """The numbers of the images in each batch of an epoch, for one of several processes.
-
-    With `shuffled`, whole batches in an order of the epoch; what does not fill a batch of every process is left out.
-    Otherwise all images in their order, the last ones repeated until every process has as many.
-    """
-
-    def __init__(
-        self, count: int, batch_size: int, seed: int, shuffled: bool, process: int = 0, processes: int = 1
-    ) -> None:
-        self.count, self.batch_size, self.seed, self.shuffled = count, batch_size, seed, shuffled
-        self.process, self.processes = process, processes
-
-    def __len__(self) -> int:
-        """Batches in an epoch."""
-        if self.shuffled:
-            return self.count // (self.batch_size * self.processes)
-        return -(-self._share() // self.batch_size)
-
-    def _share(self) -> int:
-        return -(-self.count // self.processes)
-
-    def of(self, epoch: int, start: int = 0) -> list[list[int]]:
-        """The batches of an epoch, from batch `start` on."""
-        if self.shuffled:
-            generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
-            order = torch.randperm(self.count, generator=generator)
-            rows = order[: len(self) * self.processes * self.batch_size].view(-1, self.processes, self.batch_size)
-            return (rows[start:, self.process] + epoch * self.count).tolist()
-        mine = torch.arange(self.process, self._share() * self.processes, self.processes).clamp(max=self.count - 1)
-        return [part.tolist() for part in mine.split(self.batch_size)][start:]
-
-    def is_first(self, batch: int, size: int) -> Tensor:
-        """Which of the images of a batch are no repetition, where the order is not shuffled."""
-        place = (torch.arange(size) + batch * self.batch_size) * self.processes + self.process
-        return place < self.count
 
 
 def _collated(samples: list[Any]) -> Any:
     return next((sample for sample in samples if isinstance(sample, Unreadable)), None) or default_collate(samples)
 
 
-def _processors() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _ignore_interrupt(_: int) -> None:
-    """Ctrl-C reaches every process of a terminal, but it is for the training process to stop in order."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 def loader(
     source: Source, transform: Callable[[Any], Tensor], mode: str, seed: int, batches: list[list[int]], workers: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches, loaded by `workers` processes.
-
-    Raises:
-        InputError: names the file that cannot be read as an image.
-    """
-    found = DataLoader(
-        _Augmented(source, transform, mode, seed),
-        batch_sampler=batches,
-        num_workers=min(workers, len(batches), _processors()),
-        collate_fn=_collated,
-        pin_memory=torch.cuda.is_available(),
-        generator=torch.Generator(),  # so that torch's own random state is left alone
-        worker_init_fn=_ignore_interrupt,
-    )
-    for batch in found:
-        if isinstance(batch, Unreadable):
-            raise InputError(f"{batch.name} cannot be read as an image: {batch.reason}; mend it or take it away")
-        images, labels = batch
-        yield images, labels
+    """Images and labels of the batches; see `loaded`."""
+    return loaded(_Augmented(source, transform, mode, seed), batches, workers, _collated)
 
 
 def mode_of(channels: int) -> str:

@@ -29,9 +29,11 @@ from ..patch import apply, exact
 from ..plan import Plan
 from .config import RunFlags
 from .flags import write_yaml
-from .images import mixed_seed
+from .order import mixed_seed
 from .record import Record, peak_memory
 from .state import State, gathered, restore, write_weights
+
+STEPS_AT = (2 / 3, 11 / 12)  # of a run: after epochs 8 and 11 of 12, or 24 and 33 of 36
 
 __all__ = ["Outcome", "Task", "Trainer", "accelerator_for"]
 
@@ -42,6 +44,8 @@ class Task(Protocol):
     model: nn.Module
     goal: str
     """The metric that says which epoch was best; the higher the better."""
+    shown: tuple[str, ...]
+    """The metrics that are printed and drawn."""
 
     def batches_per_epoch(self) -> int:
         """How many batches this process has in an epoch."""
@@ -52,11 +56,17 @@ class Task(Protocol):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The mean loss of a batch."""
 
+    def sample(self) -> Any:
+        """A batch to measure a step with."""
+
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Metrics of the model in its evaluation mode, the same in all processes."""
 
     def about(self) -> dict[str, Any]:
         """What the weights are for: enough to build the model again."""
+
+    def write(self, output: Path) -> None:
+        """Files of the last evaluation, if there are any; called in the first process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +108,6 @@ class Trainer:
 
     def __init__(self, task: Task, config: RunFlags, accelerator: Any) -> None:
         from timm.optim import create_optimizer_v2
-        from timm.scheduler import CosineLRScheduler
         from timm.utils import ModelEmaV3
 
         self.task, self.config, self.accelerator = task, config, accelerator
@@ -137,18 +146,22 @@ class Trainer:
             )
         except (AssertionError, ValueError, TypeError, RuntimeError) as error:
             raise ConfigError(f"opt={config.opt!r} cannot be made: {error}; see timm.optim.list_optimizers()") from None
-        warmup = round(min(config.warmup_epochs, config.epochs / 2) * self.steps_per_epoch)
-        self.scheduler = CosineLRScheduler(
-            self.optimizer,
-            t_initial=self.steps - warmup,
-            lr_min=min(config.min_lr, config.lr),
-            warmup_t=warmup,
-            warmup_lr_init=min(1e-6, config.lr),
-            warmup_prefix=True,
-            t_in_epochs=False,
-        )
+        self.scheduler = self._schedule()
         self.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=config.amp == "fp16")
         self.state = self._begin()
+
+    def _schedule(self) -> Any:
+        """The learning rate as a function of the step: a warm-up, then a cosine or steps."""
+        from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler
+
+        config = self.config
+        warmup = round(min(config.warmup_epochs, config.epochs / 2) * self.steps_per_epoch)
+        common: dict[str, Any] = {"warmup_t": warmup, "warmup_lr_init": min(1e-6, config.lr), "t_in_epochs": False}
+        if config.sched == "steps":
+            at = [round(self.steps * share) for share in STEPS_AT]
+            return MultiStepLRScheduler(self.optimizer, at, 0.1, **common)
+        lowest = min(config.min_lr, config.lr)
+        return CosineLRScheduler(self.optimizer, self.steps - warmup, lowest, warmup_prefix=True, **common)
 
     def _distributed(self, model: nn.Module) -> nn.Module:
         """The model over the processes: sharded, replicated, or as it is."""
@@ -204,7 +217,7 @@ class Trainer:
             FileError: if a file cannot be written; the state from before is still there.
         """
         state = self.state
-        record = Record(self.output, self.is_main, title, self.steps, state.step)
+        record = Record(self.output, self.is_main, title, self.task.shown, self.steps, state.step)
         with record, self.stack, _signals() as signals:
             if state.step:
                 record.print(f"continuing {self.output} after step {state.step} of {self.steps}")
@@ -311,6 +324,8 @@ class Trainer:
         row |= metrics
         row |= {"seconds": state.running.pop("seconds"), "memory": peak_memory(device)}
         state.history.append(row)
+        if self.is_main:
+            self.task.write(self.output)
         if self._best() is row:
             self._write_weights("best")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,8 +18,6 @@ from ..files import written_whole
 from ..report import figures, readable_bytes
 
 __all__ = ["Record", "peak_memory"]
-
-QUIET = ("epoch", "step", "lr", "seconds", "memory")  # what is no measure of quality
 
 
 def peak_memory(device: torch.device) -> int:
@@ -38,9 +35,9 @@ def peak_memory(device: torch.device) -> int:
 class Record:
     """The display and the files of one run; where `on` is False (all processes but the first), none."""
 
-    def __init__(self, output: Path, on: bool, title: str, steps: int, step: int) -> None:
+    def __init__(self, output: Path, on: bool, title: str, shown: Sequence[str], steps: int, step: int) -> None:
         self.output, self.on = output, on
-        self.began, self.first = time.perf_counter(), step
+        self.shown = ("train_loss", *shown)
         if not on:
             return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -81,7 +78,7 @@ class Record:
         if not self.on:
             return
         row = history[-1]
-        shown = (f"{name} {_short(name, value)}" for name, value in row.items() if name not in QUIET)
+        shown = (f"{name} {_short(name, row[name])}" for name in self.shown)
         self.print("  ".join([f"epoch {row['epoch']:3.0f}", *shown, f"{row['seconds']:.1f} s"]))
         for name, value in row.items():
             if name not in ("epoch", "step"):
@@ -92,21 +89,19 @@ class Record:
             writer.writeheader()
             writer.writerows(history)
         with written_whole(self.output / "curves.png") as partial:
-            curves(history).savefig(partial, dpi=120)
+            curves(history, self.shown).savefig(partial, dpi=120)
 
 
 def _short(name: str, value: float) -> str:
     return f"{value:.4f}" if "loss" in name else f"{value:.1%}"
 
 
-def curves(history: Sequence[Mapping[str, float]]) -> Any:
-    """Losses over the epochs, and every other measure of quality beside them."""
+def curves(history: Sequence[Mapping[str, float]], shown: Sequence[str]) -> Any:
+    """Losses over the epochs, and other measures of quality beside them."""
     figure = figures().Figure(figsize=(9, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     epochs = [row["epoch"] for row in history]
-    for name in history[-1]:
-        if name in QUIET:
-            continue
+    for name in shown:
         axes = left if "loss" in name else right
         axes.plot(epochs, [row[name] for row in history], marker="." if len(epochs) < 30 else "", label=name)
     left.set(xlabel="epoch", ylabel="loss")

@@ -1,0 +1,311 @@
+"""Images with boxes and masks in the layout of COCO: reading, and average precision by pycocotools.
+
+A folder has `train2017/`, `val2017/` and `annotations/instances_train2017.json`, `..._val2017.json`; any other ending
+than 2017 will do, or none. Annotations are checked before training starts. What cannot be trained on is left out and
+said: boxes without area, unknown categories or images, masks that cannot be read, files that are not there. In place of
+a file that turns out to be no image, the next one is taken. Crowds are left out of training and count in evaluation as
+COCO says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ..errors import InputError, KeepgradError
+from .order import Unreadable, mixed_seed, seeded
+
+__all__ = ["CocoFolder", "Objects", "Problem", "average_precision", "find_split", "to_coco"]
+
+METRICS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
+
+
+class Problem(NamedTuple):
+    """Something that was left out."""
+
+    file: str
+    what: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}: {self.reason}"
+
+
+def find_split(root: Path, split: str) -> tuple[Path, Path]:
+    """The images and the annotations of "train" or "val".
+
+    Raises:
+        InputError: if the folder does not have them.
+    """
+    found = sorted((root / "annotations").glob(f"instances_{split}*.json"))
+    if not found:
+        raise InputError(
+            f"{root} has no annotations/instances_{split}*.json; give a folder in the layout of COCO: annotations/ and "
+            f"one folder of images for each split, e.g. {split}2017/"
+        )
+    images = root / found[0].stem.removeprefix("instances_")
+    if not images.is_dir():
+        raise InputError(f"{found[0]} is there, but {images} is not; put the images of the split there")
+    return images, found[0]
+
+
+class CocoFolder:
+    """One split: its images that can be used, with their annotations; and what was left out.
+
+    Raises:
+        InputError: if the annotations cannot be read, or nothing of them can be used.
+    """
+
+    def __init__(self, images: Path, annotations: Path, training: bool) -> None:
+        self.folder, self.file = images, annotations
+        found = _read(annotations)
+        self.categories: dict[int, str] = {int(c["id"]): str(c["name"]) for c in found["categories"]}
+        self.problems: list[Problem] = []
+        self.images: dict[int, dict[str, Any]] = {}
+        for image in found["images"]:
+            reason = self._image_problem(image)
+            if reason:
+                self._leave_out(f"image {image.get('id')} ({image.get('file_name')})", reason)
+            else:
+                self.images[image["id"]] = image
+        self.annotations: dict[int, list[dict[str, Any]]] = {image: [] for image in self.images}
+        known = {image.get("id") for image in found["images"]}
+        for annotation in found["annotations"]:
+            reason = self._problem(annotation, known)
+            if reason:
+                self._leave_out(f"annotation {annotation.get('id')}", reason)
+            elif annotation["image_id"] in self.images and not (training and annotation.get("iscrowd")):
+                self.annotations[annotation["image_id"]].append(annotation)
+        self.ids = [image for image in self.images if self.annotations[image] or not training]
+        if not self.ids:
+            reason = str(self.problems[0]) if self.problems else "no image has an object"
+            raise InputError(f"{annotations} has nothing to {'train' if training else 'evaluate'} on: {reason}")
+
+    def _leave_out(self, what: str, reason: str) -> None:
+        self.problems.append(Problem(self.file.name, what, reason))
+
+    def _image_problem(self, image: dict[str, Any]) -> str | None:
+        if not {"id", "file_name", "height", "width"} <= image.keys():
+            return "it lacks one of id, file_name, height and width"
+        if not (self.folder / image["file_name"]).is_file():
+            return f"there is no file {self.folder / image['file_name']}"
+        return None
+
+    def _problem(self, annotation: dict[str, Any], known: set[Any]) -> str | None:
+        if not {"id", "image_id", "category_id", "bbox", "segmentation"} <= annotation.keys():
+            return "it lacks one of id, image_id, category_id, bbox and segmentation"
+        if annotation["image_id"] not in known:
+            return f"there is no image {annotation['image_id']}"
+        if annotation["category_id"] not in self.categories:
+            return f"there is no category {annotation['category_id']}"
+        box = annotation["bbox"]
+        if not isinstance(box, list) or len(box) != 4 or not all(_is_number(value) for value in box):
+            return f"its box {box!r} is not four numbers"
+        if not (box[2] > 0 and box[3] > 0):
+            return f"its box {box} has no area"
+        return _mask_problem(annotation["segmentation"])
+
+    def summary(self, most: int = 5) -> str:
+        """What was left out, in a few lines; empty if nothing was."""
+        if not self.problems:
+            return ""
+        lines = [f"left out {len(self.problems)} entries of {self.file}:", *(f"  {p}" for p in self.problems[:most])]
+        if len(self.problems) > most:
+            lines.append(f"  and {len(self.problems) - most} more")
+        return "\n".join(lines)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(found, dict) or not all(
+        isinstance(found.get(k), list) for k in ("images", "annotations", "categories")
+    ):
+        raise InputError(f"{path} is not in COCO's form: it needs lists of images, annotations and categories")
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _mask_problem(segmentation: Any) -> str | None:
+    if isinstance(segmentation, dict):
+        return None if {"size", "counts"} <= segmentation.keys() else "its mask is neither polygons nor run lengths"
+    if not isinstance(segmentation, list) or not segmentation:
+        return "it has no mask"
+    if any(not isinstance(p, list) or len(p) < 6 or not all(map(_is_number, p)) for p in segmentation):
+        return "a polygon of its mask has fewer than three points"
+    return None
+
+
+class Objects(Dataset):
+    """Images as tensors from 0 to 1, with boxes, labels from 1 and masks. Numbered like those of `train.images`.
+
+    With `flips`, half of the images are mirrored, by random numbers of the epoch and the image.
+    """
+
+    def __init__(self, source: CocoFolder, flips: bool, seed: int) -> None:
+        self.source, self.flips, self.seed = source, flips, seed
+        self.said: set[str] = set()
+        self.label_of = {category: number + 1 for number, category in enumerate(sorted(source.categories))}
+
+    def __len__(self) -> int:
+        return len(self.source.ids)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, dict[str, Tensor]] | Unreadable:
+        from torchvision.transforms import v2
+
+        epoch, index = divmod(number, len(self))
+        found = self._read_from(index)
+        if isinstance(found, Unreadable) or not self.flips:
+            return found
+        with seeded(mixed_seed(self.seed, epoch, index)):
+            return v2.RandomHorizontalFlip()(*found)
+
+    def _read_from(self, index: int) -> tuple[Tensor, dict[str, Tensor]] | Unreadable:
+        """The image at `index`, or the first one behind it that can be read."""
+        for offset in range(len(self)):
+            found = self.read(self.source.ids[(index + offset) % len(self)])
+            if not isinstance(found, Unreadable):
+                return found
+            if found.name not in self.said:
+                self.said.add(found.name)
+                print(f"left out {found.name}: {found.reason}", file=sys.stderr, flush=True)
+        return found
+
+    def read(self, image: int) -> tuple[Tensor, dict[str, Tensor]] | Unreadable:
+        from PIL import Image
+        from torchvision import tv_tensors
+        from torchvision.transforms.v2 import functional as V
+
+        path = self.source.folder / self.source.images[image]["file_name"]
+        try:
+            with Image.open(path) as file:
+                pixels = V.to_image(file.convert("RGB"))
+        except (OSError, SyntaxError, ValueError) as error:
+            return Unreadable(f"image {image} ({path})", str(error))
+        height, width = pixels.shape[-2:]
+        boxes, labels, masks = [], [], []
+        for annotation in self.source.annotations[image]:
+            mask = _mask(annotation["segmentation"], height, width)
+            box = _inside(annotation["bbox"], height, width)
+            if mask is not None and box is not None:
+                boxes.append(box)
+                labels.append(self.label_of[annotation["category_id"]])
+                masks.append(mask)
+        target = {
+            "boxes": tv_tensors.BoundingBoxes(
+                torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), format="XYXY", canvas_size=(height, width)
+            ),
+            "labels": torch.tensor(labels, dtype=torch.int64),
+            "masks": tv_tensors.Mask(
+                torch.from_numpy(np.stack(masks)) if masks else torch.zeros(0, height, width, dtype=torch.uint8)
+            ),
+            "image_id": torch.tensor(image),
+        }
+        return V.to_dtype(pixels, torch.float32, scale=True), target
+
+
+def _inside(box: Sequence[float], height: int, width: int) -> list[float] | None:
+    """Corners of a box within its image; None where nothing of it is left."""
+    left, top, wide, tall = box
+    right, bottom = min(left + wide, width), min(top + tall, height)
+    left, top = max(left, 0.0), max(top, 0.0)
+    return [left, top, right, bottom] if right - left >= 1 and bottom - top >= 1 else None
+
+
+def _mask(segmentation: Any, height: int, width: int) -> np.ndarray | None:
+    """A mask as pixels; None where it cannot be decoded, or is of another size."""
+    from pycocotools import mask as codes
+
+    try:
+        if isinstance(segmentation, list):
+            coded = codes.merge(codes.frPyObjects(segmentation, height, width))
+        elif isinstance(segmentation["counts"], list):
+            coded = codes.frPyObjects(segmentation, *segmentation["size"])
+        else:
+            coded = segmentation
+        decoded = codes.decode(coded)
+    except (TypeError, ValueError, KeyError, IndexError):
+        return None
+    return decoded if decoded.shape == (height, width) else None
+
+
+def to_coco(image: int, found: dict[str, Tensor], category_of: dict[int, int]) -> list[dict[str, Any]]:
+    """The detections of one image, in COCO's form for results."""
+    from pycocotools import mask as codes
+
+    rows = []
+    masks = (found["masks"][:, 0] > 0.5).to(torch.uint8).cpu().numpy()
+    values = zip(found["boxes"].tolist(), found["scores"].tolist(), found["labels"].tolist(), masks, strict=True)
+    for (left, top, right, bottom), score, label, mask in values:
+        code = codes.encode(np.asfortranarray(mask))
+        rows.append(
+            {
+                "image_id": image,
+                "category_id": category_of[label],
+                "bbox": [round(v, 2) for v in (left, top, right - left, bottom - top)],
+                "score": round(score, 5),
+                "segmentation": {"size": code["size"], "counts": code["counts"].decode()},
+            }
+        )
+    return rows
+
+
+def average_precision(source: CocoFolder, results: list[dict[str, Any]]) -> dict[str, float]:
+    """Average precision of boxes and of masks over the images of a split, each as COCO's six numbers."""
+    try:
+        from pycocotools.coco import COCO
+        from pycocotools.cocoeval import COCOeval
+    except ImportError:
+        raise KeepgradError("evaluation needs pycocotools: pip install 'keepgrad[detect]'") from None
+
+    with _quiet():
+        truth = COCO()
+        truth.dataset = {
+            "info": {},
+            "images": list(source.images.values()),
+            "annotations": [_complete(a) for own in source.annotations.values() for a in own],
+            "categories": [{"id": number, "name": name} for number, name in source.categories.items()],
+        }
+        truth.createIndex()
+        metrics: dict[str, float] = {}
+        for kind, name in (("bbox", "box"), ("segm", "mask")):
+            values = [0.0] * len(METRICS)
+            if results:
+                evaluation = COCOeval(truth, truth.loadRes([dict(row) for row in results]), kind)
+                evaluation.evaluate()
+                evaluation.accumulate()
+                evaluation.summarize()
+                values = evaluation.stats[: len(METRICS)]
+            # COCO says -1 where there is no object of that size.
+            metrics |= {
+                f"{name}_{key}": math.nan if v < 0 else float(v) for key, v in zip(METRICS, values, strict=True)
+            }
+    return metrics
+
+
+def _complete(annotation: dict[str, Any]) -> dict[str, Any]:
+    width, height = annotation["bbox"][2:]
+    return {"iscrowd": 0, "area": width * height, **annotation}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what pycocotools prints."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield

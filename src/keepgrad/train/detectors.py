@@ -1,0 +1,135 @@
+"""Mask R-CNN and Cascade Mask R-CNN of torchvision's parts, on a backbone of timm.
+
+The backbone gives the features of its four stages, each with a norm of its own, to a feature pyramid. A plain ViT has
+one resolution: its last features become four by (un)pooling, the simple feature pyramid of ViTDet.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from timm.layers import LayerNorm2d
+from timm.models import is_model_in_modules
+from torch import Tensor, nn
+from torchvision.models.detection import MaskRCNN
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.ops import FeaturePyramidNetwork
+from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
+
+from ..errors import ConfigError
+from . import models
+from .cascade import CascadeHeads
+from .config import DETECTORS
+
+__all__ = ["Backbone", "Detector", "detector"]
+
+MULTI_SCALE = tuple(range(480, 801, 32))
+POOLED = 7  # the side of a region as the box heads see it
+
+
+class Backbone(nn.Module):
+    """A model of timm as four feature maps of `out_channels`, of strides 4 to 32, and a pooled fifth one."""
+
+    def __init__(self, name: str, channels: int = 256, **options: Any) -> None:
+        super().__init__()
+        is_plain_vit = is_model_in_modules(name, ("vision_transformer", "deit"))
+        more = {"dynamic_img_size": True, "out_indices": [-1]} if is_plain_vit else {}
+        body: Any = models.create(name, features_only=True, **{**more, **options})
+        widths: list[int] = body.feature_info.channels()
+        self.body = body
+        self.scales = None
+        if is_plain_vit:
+            self.scales = _simple_pyramid(widths[-1])
+            widths = widths * 4
+        if len(widths) != 4:
+            raise ConfigError(f"{name} has features of {len(widths)} resolutions; a detector needs four")
+        self.norms = nn.ModuleList(LayerNorm2d(width) for width in widths)
+        self.pyramid = FeaturePyramidNetwork(widths, channels, LastLevelMaxPool())
+        self.out_channels = channels
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        maps = self.body(images)
+        if self.scales is not None:
+            maps = [scale(maps[-1]) for scale in self.scales]
+        normed = (norm(own) for norm, own in zip(self.norms, maps, strict=True))
+        return self.pyramid(OrderedDict((str(number), own) for number, own in enumerate(normed)))
+
+
+class Detector(MaskRCNN):
+    """torchvision's Mask R-CNN with what training asks of a model: checkpointing, and layers for layer decay."""
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        for module in self.backbone.body.modules():
+            if hasattr(module, "grad_checkpointing"):
+                module.grad_checkpointing = enable
+        # Blocks are checkpointed by their stages, not also by the container of the stages.
+        if hasattr(self.backbone.body, "grad_checkpointing"):
+            self.backbone.body.grad_checkpointing = False
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """The layers of the backbone in their order; everything behind it is the last one."""
+        body = r"^backbone\.body\."
+        stages = [(body + r"stages_(\d+)\.downsample", (0,)), (body + r"stages_(\d+)\.blocks\.(\d+)", None)]
+        stem = body + r"(?:stem|model\.(?:patch_embed|pos_embed|cls_token))"
+        return {"stem": stem, "blocks": [*stages, (body + r"model\.blocks\.(\d+)", None)]}
+
+
+def detector(
+    kind: str,
+    backbone: str,
+    classes: int,
+    *,
+    sizes: Sequence[int] = MULTI_SCALE,
+    max_size: int = 1333,
+    channels: int = 256,
+    width: int = 1024,
+    anchor: int = 32,
+    rois: int = 512,
+    backbone_options: dict[str, Any] | None = None,
+) -> Detector:
+    """A detector for `classes` classes, the background not counted.
+
+    Args:
+        kind: one of `DETECTORS`.
+        backbone: a model of timm: any ConvNeXt, any other with four stages, or a ViT.
+        classes: the number of classes.
+        sizes: lengths of the shorter side; one of them at random in training, the last in evaluation.
+        max_size: the longest length of the longer side.
+        channels: of the feature pyramid and the mask head.
+        width: of the box heads.
+        anchor: the side of the smallest anchors; each level doubles it.
+        rois: regions of an image that the heads are trained on.
+        backbone_options: what the backbone is made with.
+
+    Raises:
+        ConfigError: if there is no such detector or backbone.
+    """
+    if kind not in DETECTORS:
+        raise ConfigError(f"detector {kind!r} is not known; use one of {', '.join(DETECTORS)}")
+    body = Backbone(backbone, channels, **(backbone_options or {}))
+    model = Detector(
+        body,
+        min_size=tuple(sizes),
+        max_size=max_size,
+        rpn_anchor_generator=AnchorGenerator(tuple((anchor * 2**n,) for n in range(5)), ((0.5, 1.0, 2.0),) * 5),
+        box_head=TwoMLPHead(channels * POOLED**2, width),
+        box_predictor=FastRCNNPredictor(width, classes + 1),
+        box_batch_size_per_image=rois,
+        mask_head=MaskRCNNHeads(channels, (channels,) * 4, 1),
+        mask_predictor=MaskRCNNPredictor(channels, channels, classes + 1),
+    )
+    if kind == "cascade_mask_rcnn":
+        model.roi_heads = CascadeHeads(model.roi_heads, channels, classes + 1, width)
+    return model
+
+
+def _simple_pyramid(width: int) -> nn.ModuleList:
+    """From stride 16 to strides 4, 8, 16 and 32."""
+    twice = nn.Sequential(
+        nn.ConvTranspose2d(width, width, 2, 2), LayerNorm2d(width), nn.GELU(), nn.ConvTranspose2d(width, width, 2, 2)
+    )
+    return nn.ModuleList([twice, nn.ConvTranspose2d(width, width, 2, 2), nn.Identity(), nn.MaxPool2d(2)])
