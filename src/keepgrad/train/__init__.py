@@ -11,7 +11,13 @@
 | models     | models of timm by name                                                                       |
 | images     | images with labels, from a folder, a tar or whatever timm reads                              |
 | classify   | image classification, as a task of the loop                                                  |
-| digits     | the embedded default: scikit-learn's digits, full backprop and keepgrad side by side         |
+| digits     | the embedded default: scikit-learn's digits                                                  |
+| coco       | images with boxes and masks in COCO's layout, and average precision                          |
+| detectors  | Mask R-CNN and Cascade Mask R-CNN on backbones of timm                                       |
+| cascade    | the heads of Cascade R-CNN                                                                   |
+| detect     | detection and segmentation, as a task of the loop                                            |
+| shapes     | a small synthetic set for it                                                                 |
+| side_by_side | a task with full backprop and with keepgrad, compared                                      |
 
 All randomness of a step is a function of the seed, the number of the step and that of the process, and that of an
 image a function of the seed, the epoch and the image. So a run is continued by its weights, its optimizer and the
