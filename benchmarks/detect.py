@@ -3,8 +3,8 @@
     python benchmarks/detect.py [--detector mask_rcnn] [--backbone convnext_tiny] [--height 800] [--width 1333]
 
 A real step, because what a detector computes depends on its data: forward, backward and AdamW, in fp32, on random
-images with random objects. Each method runs in a process of its own, one after another; the peak is what torch's allocator
-had out at most, by `keepgrad.measure`, weights, gradients and optimizer included.
+images with random objects. Each method runs in a process of its own, one after another; the peak is what the allocator
+of torch had out at most, by `keepgrad.measure`, weights, gradients and optimizer included.
 """
 
 from __future__ import annotations
