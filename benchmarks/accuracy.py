@@ -60,6 +60,7 @@ class Setting:
     seeds: int = 2
     finish: float = 0.0
     equal_time: bool = False
+    later: bool = False  # than all others, of every seed
 
 
 def settings(model: str) -> dict[str, Setting]:
@@ -73,12 +74,12 @@ def settings(model: str) -> dict[str, Setting]:
         rows["accurate (default): fold 0.5"] = Setting(half["fold"], 3)
     rows |= {f"{reduce} 0.5": Setting(half[reduce]) for reduce in ("drop", "scaled", "pool")}
     rows["fold 0.25"] = Setting({"keep_ratio": 0.25})
-    rows["fold 0.5, finish 0.1"] = Setting(half["fold"], finish=0.1)
+    rows["fold 0.5, finish 0.1"] = Setting(half["fold"], finish=0.1, later=True)
     if model == "ViT":
-        rows["accurate, finish 0.1"] = Setting({"preset": "accurate"}, finish=0.1)
-        rows["small"] = Setting({"preset": "small"})
-        rows["accurate, equal time"] = Setting({"preset": "accurate"}, equal_time=True)
-    rows["fold 0.5, equal time"] = Setting(half["fold"], equal_time=True)
+        rows["accurate, finish 0.1"] = Setting({"preset": "accurate"}, finish=0.1, later=True)
+        rows["small"] = Setting({"preset": "small"}, later=True)
+        rows["accurate, equal time"] = Setting({"preset": "accurate"}, equal_time=True, later=True)
+    rows["fold 0.5, equal time"] = Setting(half["fold"], equal_time=True, later=True)
     return rows
 
 
@@ -232,6 +233,7 @@ def main() -> None:
     train_data, test_data = load(args.data, IMAGES), load(args.test, None)
     versions = f"torch {torch.__version__}, timm {timm.__version__}, {platform.machine()} CPU, {args.threads} threads"
     runs = [(seed, model, name) for seed in range(3) for model in args.only for name in settings(model)]
+    runs.sort(key=lambda run: settings(run[1])[run[2]].later)
     with Progress() as progress:
         for seed, model_name, name in runs:
             setting, rows = settings(model_name)[name], read(args.output)

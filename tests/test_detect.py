@@ -143,6 +143,26 @@ def test_images_without_objects_are_trained_on(kind):
     assert all(torch.isfinite(g).all() for g in grads.values())
 
 
+@pytest.mark.parametrize("kind", DETECTORS)
+def test_boxes_keep_their_precision_under_autocast(kind):
+    model = tiny(kind).eval()
+    seen = []
+    pool = (model.roi_heads if kind == "mask_rcnn" else model.roi_heads.stages[0]).box_roi_pool
+    pool.register_forward_pre_hook(lambda module, args: seen.extend(args[1]))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model([torch.rand(3, 60, 90)])
+    assert {boxes.dtype for boxes in seen} == {found[0]["boxes"].dtype} == {torch.float32}
+
+
+def test_a_cascade_whose_offsets_are_no_numbers_still_has_a_loss(heads):
+    heads.train()
+    torch.nn.init.constant_(heads.stages[0].box_predictor.bbox_pred.bias, float("nan"))
+    found = heads.losses(
+        features_for(), [torch.tensor([[10.0, 6.0, 42.0, 40.0]])], [(60, 90)], [target([12, 8, 40, 44])]
+    )
+    assert torch.isnan(found["loss_box_reg_1"])
+
+
 def test_an_unknown_detector_or_backbone_is_named():
     with pytest.raises(keepgrad.ConfigError, match="use one of mask_rcnn, cascade_mask_rcnn"):
         detector("yolo", "convnext_tiny", 3)
@@ -237,6 +257,7 @@ def test_what_cannot_be_used_is_left_out_and_said(shapes, tmp_path):
         9005: {"bbox": [1, 2, float("nan"), 4]},
         9006: {"segmentation": {"size": [3, 3]}},
         9007: {"segmentation": []},
+        9008: {"segmentation": {"size": [128, 128], "counts": None}},
     }
     whole["annotations"] += [{**good, "id": number, **change} for number, change in bad.items()]
     whole["annotations"].append({**good, "id": 9100, "iscrowd": 1})
@@ -251,7 +272,7 @@ def test_what_cannot_be_used_is_left_out_and_said(shapes, tmp_path):
     assert "gone.png" in said["image 99 (gone.png)"]
     kept = {a["id"] for own in source.annotations.values() for a in own}
     assert not kept & {*bad, 9100}
-    assert "and 3 more" in source.summary()
+    assert "and 4 more" in source.summary()
     crowds = CocoFolder(images, path, training=False)
     assert 9100 in {a["id"] for own in crowds.annotations.values() for a in own}
     whole["categories"] = []

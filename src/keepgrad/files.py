@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .errors import FileError, KeepgradError
 
-__all__ = ["written_whole"]
+__all__ = ["make_folder", "written_whole"]
 
 
 @contextmanager
@@ -35,3 +35,11 @@ def written_whole(path: Path) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def make_folder(path: Path) -> None:
+    """Raises FileError if it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"cannot make the folder {path}: {error.strerror}; give another one") from None

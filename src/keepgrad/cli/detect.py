@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, KeepgradError
+from ..files import make_folder
 from ..train import flags
 from ..train.config import DetectConfig
-from .train import new_folder
+from .train import continued, new_folder
 
 __all__ = ["add_arguments", "run"]
 
@@ -41,13 +42,14 @@ def run(args: argparse.Namespace) -> None:
         if given.get("data") or file.get("data"):
             raise ConfigError("--demo makes data of its own; leave out --demo or --data")
         output = Path(given.get("output") or file.get("output") or new_folder("shapes"))
+        make_folder(output)
         data = {"data": str(make_shapes(output / "data"))}
         config = flags.make(DetectConfig, SETTINGS, file, given, data)
         metrics = {"box AP": "box_ap", "box AP50": "box_ap50", "mask AP": "mask_ap", "mask AP50": "mask_ap50"}
         print(side_by_side(config, output, Detection, metrics).to_text())
         print(f"\nresults, with pictures: {output}")
         return
-    config = flags.make(DetectConfig, file, given)
+    config = flags.make(DetectConfig, continued({**file, **given}), file, given)
     accelerator = accelerator_for(config)
     trainer = Trainer(Detection(config, accelerator), config, accelerator)
     outcome = trainer.run(config.detector)

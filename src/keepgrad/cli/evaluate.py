@@ -31,13 +31,14 @@ def run(args: argparse.Namespace) -> None:
 
     from ..train.classify import evaluate, open_weights
     from ..train.config import RunFlags
-    from ..train.images import open_images
+    from ..train.images import open_images, part_of
     from ..train.loop import accelerator_for
 
     path = args.checkpoint / "best.safetensors" if args.checkpoint.is_dir() else args.checkpoint
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file; give weights, or the folder of a run")
-    source = open_images(args.data, args.dataset, "validation")
+    root = args.data if args.dataset else str(part_of(args.data, "val") or args.data)
+    source = open_images(root, args.dataset, "validation")
     accelerator = accelerator_for(RunFlags(cpu=args.cpu))
     if args.model is None:
         model, about = open_weights(path)

@@ -54,17 +54,28 @@ def new_folder(name: str) -> str:
     return datetime.now().strftime(f"runs/{name}-%Y%m%d-%H%M%S")
 
 
+def continued(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the run that is to be continued; none if there is none."""
+    path = Path(str(given.get("output"))) / "config.yaml"
+    return flags.read_yaml(path) if given.get("resume") and path.exists() else {}
+
+
 def _config(args: argparse.Namespace) -> TrainConfig:
-    """Flags over the file over the recipe over the defaults."""
+    """Flags over the file over the recipe over those of a run that is continued over the defaults."""
     given = flags.given(args, TrainConfig)
     file: dict[str, Any] = {} if args.config is None else flags.read_yaml(args.config)
-    name = args.recipe or file.pop("recipe", None)
+    file = {str(key).replace("-", "_"): value for key, value in file.items()}
+    name = args.recipe or file.get("recipe")
     file.pop("recipe", None)
     if name is not None and name not in RECIPES:
         raise ConfigError(f"recipe {name!r} is not known; use one of {', '.join(RECIPES)}")
-    base = dict(RECIPES[name]) if name else {}
-    if {**file, **given}.get("data") is None and not name:
-        base = digits.SETTINGS
-    given_names = {key.replace("-", "_") for key in (*file, *given)}
-    base = {key: value for key, value in base.items() if not any(INSTEAD_OF.get(own) == key for own in given_names)}
-    return flags.make(TrainConfig, base, file, given)
+    recipe = RECIPES[name] if name else {}
+    before = continued({**file, **given})
+    if not (before or recipe) and {**file, **given}.get("data") is None:
+        before = digits.SETTINGS
+    layers: list[dict[str, Any]] = []
+    for layer in (before, recipe, file, given):
+        gone = {INSTEAD_OF[key] for key, value in layer.items() if key in INSTEAD_OF and value not in (False, 1)}
+        layers = [{k: v for k, v in lower.items() if k not in gone} for lower in layers]
+        layers.append(layer)
+    return flags.make(TrainConfig, *layers)

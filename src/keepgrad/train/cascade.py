@@ -88,7 +88,8 @@ class CascadeHeads(nn.Module):
             weight = STAGES[number][2]
             found[f"loss_classifier_{number + 1}"], found[f"loss_box_reg_{number + 1}"] = (weight * x for x in losses)
             if number + 1 < len(self.stages):
-                boxes = [_not_empty(own) for own in self.refined(stage, moves, boxes, image_shapes)]
+                moved = self.refined(stage, moves, boxes, image_shapes)
+                boxes = [_not_empty(new, old) for new, old in zip(moved, boxes, strict=True)]
         positive = [own > 0 for own in labels]
         boxes, matched = _chosen(boxes, positive), _chosen(matched, positive)
         logits = self._masks(features, boxes, image_shapes)
@@ -146,8 +147,10 @@ class _ClassAgnostic(FastRCNNPredictor):
         self.bbox_pred = nn.Linear(width, 4)
 
 
-def _not_empty(boxes: Tensor) -> Tensor:
-    return boxes[remove_small_boxes(boxes, min_size=1e-2)]
+def _not_empty(boxes: Tensor, otherwise: Tensor) -> Tensor:
+    """The boxes that have an area; where none has, those from before, so that there is a loss to look at."""
+    index = remove_small_boxes(boxes, min_size=1e-2)
+    return boxes[index] if len(index) else otherwise
 
 
 def _chosen(values: Boxes, where: Boxes) -> Boxes:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError, InputError
 from . import digits, models
 from .config import TrainConfig
-from .images import Source, held_out, loader, mode_of, open_images
+from .images import Source, held_out, loader, mode_of, open_images, part_of
 from .order import Batches
 from .state import read_weights
 
@@ -72,7 +72,8 @@ class Classification:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         images, labels = batch
         if self.mixup is not None:
-            images, labels = self.mixup(images, labels)  # then labels are shares of classes, already smoothed
+            # It works in place; labels are then shares of classes, already smoothed.
+            images, labels = self.mixup(images.clone(), labels)
             return F.cross_entropy(model(images), labels)
         return F.cross_entropy(model(images), labels, label_smoothing=self.config.smoothing)
 
@@ -128,7 +129,9 @@ def evaluate(
         ranks = output.topk(min(5, output.shape[1])).indices == labels.unsqueeze(1)
         loss = F.cross_entropy(output, labels, reduction="sum")
         sums += torch.stack([counts.sum(), loss, ranks[:, :1].sum(), ranks.sum()]).double()
-    return Metrics(*accelerator.reduce(sums.to(accelerator.device)).tolist())
+    if accelerator.num_processes > 1:
+        sums = accelerator.reduce(sums.to(accelerator.device))
+    return Metrics(*sums.tolist())
 
 
 def train_sources(config: TrainConfig) -> tuple[Source, Source]:
@@ -139,13 +142,17 @@ def train_sources(config: TrainConfig) -> tuple[Source, Source]:
     """
     if config.data is None:
         return digits.sources()
-    train = open_images(config.data, config.dataset, "train")
-    if config.val is not None:
-        val = open_images(config.val, config.dataset, "validation")
-    elif config.dataset or any((Path(config.data) / name).is_dir() for name in ("val", "validation", "valid", "test")):
-        val = open_images(config.data, config.dataset, "validation")
+    if config.dataset:
+        train = open_images(config.data, config.dataset, "train")
+        val = open_images(config.val or config.data, config.dataset, "validation")
     else:
-        return held_out(train)
+        train = open_images(str(part_of(config.data, "train") or config.data))
+        folder = Path(config.val) if config.val else part_of(config.data, "val")
+        if folder is None:
+            return held_out(train)
+        if part_of(config.data, "train") is None and config.val is None:
+            raise InputError(f"{config.data} has {folder.name}/ but no train/; put the training images there")
+        val = open_images(str(folder))
     if list(train.classes) != list(val.classes):
         differing = sorted(set(map(str, train.classes)) ^ set(map(str, val.classes)))
         raise InputError(
@@ -218,14 +225,14 @@ def _data_config(model: nn.Module, config: TrainConfig, options: dict[str, Any])
     """Size, crop and normalisation of images for a model."""
     from timm.data import resolve_data_config
 
-    given: dict[str, Any] = {"in_chans": options.get("in_chans", 3)}
+    channels = options.get("in_chans", 3)
     size = config.size or options.get("img_size")
-    if size is not None:
-        given["img_size"] = size
+    own = models.size_of(model, None)
+    given: dict[str, Any] = {"input_size": (channels, size, size) if size else (channels, *own[1:])}
     if config.crop_pct is not None:
         given["crop_pct"] = config.crop_pct
-    if given["in_chans"] == 1:
-        given |= {"mean": [0.5], "std": [0.25]}
+    if channels != 3:
+        given |= {"mean": [0.5] * channels, "std": [0.25] * channels}
     return resolve_data_config(given, model=model)
 
 

@@ -54,10 +54,11 @@ def find_split(root: Path, split: str) -> tuple[Path, Path]:
             f"{root} has no annotations/instances_{split}*.json; give a folder in the layout of COCO: annotations/ and "
             f"one folder of images for each split, e.g. {split}2017/"
         )
-    images = root / found[0].stem.removeprefix("instances_")
-    if not images.is_dir():
-        raise InputError(f"{found[0]} is there, but {images} is not; put the images of the split there")
-    return images, found[0]
+    folders = {path: root / path.stem.removeprefix("instances_") for path in found}
+    for path, images in folders.items():
+        if images.is_dir():
+            return images, path
+    raise InputError(f"{found[0]} is there, but {folders[found[0]]} is not; put the images of the split there")
 
 
 class CocoFolder:
@@ -70,7 +71,10 @@ class CocoFolder:
     def __init__(self, images: Path, annotations: Path, training: bool) -> None:
         self.folder, self.file = images, annotations
         found = _read(annotations)
-        self.categories: dict[int, str] = {int(c["id"]): str(c["name"]) for c in found["categories"]}
+        try:
+            self.categories: dict[int, str] = {int(c["id"]): str(c["name"]) for c in found["categories"]}
+        except (KeyError, TypeError, ValueError):
+            raise InputError(f"{annotations}: every category needs an id, a number, and a name") from None
         self.problems: list[Problem] = []
         self.images: dict[int, dict[str, Any]] = {}
         for image in found["images"]:
@@ -114,7 +118,8 @@ class CocoFolder:
             return f"its box {box!r} is not four numbers"
         if not (box[2] > 0 and box[3] > 0):
             return f"its box {box} has no area"
-        return _mask_problem(annotation["segmentation"])
+        image = self.images.get(annotation["image_id"])
+        return None if image is None else _mask_problem(annotation["segmentation"], image["height"], image["width"])
 
     def summary(self, most: int = 5) -> str:
         """What was left out, in a few lines; empty if nothing was."""
@@ -131,25 +136,28 @@ def _read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(found, dict) or not all(
-        isinstance(found.get(k), list) for k in ("images", "annotations", "categories")
-    ):
+    names = ("images", "annotations", "categories")
+    if not isinstance(found, dict) or not all(_is_list_of_dicts(found.get(name)) for name in names):
         raise InputError(f"{path} is not in COCO's form: it needs lists of images, annotations and categories")
     return found
+
+
+def _is_list_of_dicts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _mask_problem(segmentation: Any) -> str | None:
-    if isinstance(segmentation, dict):
-        return None if {"size", "counts"} <= segmentation.keys() else "its mask is neither polygons nor run lengths"
-    if not isinstance(segmentation, list) or not segmentation:
-        return "it has no mask"
-    if any(not isinstance(p, list) or len(p) < 6 or not all(map(_is_number, p)) for p in segmentation):
-        return "a polygon of its mask has fewer than three points"
-    return None
+def _mask_problem(segmentation: Any, height: int, width: int) -> str | None:
+    if isinstance(segmentation, list):
+        if not segmentation:
+            return "it has no mask"
+        if any(not isinstance(p, list) or len(p) < 6 or not all(map(_is_number, p)) for p in segmentation):
+            return "a polygon of its mask has fewer than three points"
+        return None
+    return None if _mask(segmentation, height, width) is not None else "its mask cannot be decoded to the image's size"
 
 
 class Objects(Dataset):
@@ -196,8 +204,8 @@ class Objects(Dataset):
         try:
             with Image.open(path) as file:
                 pixels = V.to_image(file.convert("RGB"))
-        except (OSError, SyntaxError, ValueError) as error:
-            return Unreadable(f"image {image} ({path})", str(error))
+        except Exception as error:  # PIL raises many kinds
+            return Unreadable(f"image {image} ({path})", str(error) or type(error).__name__)
         height, width = pixels.shape[-2:]
         boxes, labels, masks = [], [], []
         for annotation in self.source.annotations[image]:
@@ -240,7 +248,7 @@ def _mask(segmentation: Any, height: int, width: int) -> np.ndarray | None:
         else:
             coded = segmentation
         decoded = codes.decode(coded)
-    except (TypeError, ValueError, KeyError, IndexError):
+    except Exception:  # pycocotools raises what its compiled code happens to raise
         return None
     return decoded if decoded.shape == (height, width) else None
 

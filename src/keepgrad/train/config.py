@@ -115,6 +115,8 @@ class RunFlags(KeepFlags):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:
                 raise ConfigError(f"{name}={value}: give a number between 0 and 1")
+        if self.clip_grad is not None and not self.clip_grad > 0:
+            raise ConfigError(f"clip_grad={self.clip_grad}: give a number above 0")
         if not 0 <= self.finish <= 1:
             raise ConfigError(f"finish={self.finish}: give a share of the steps, from 0 to 1")
         if self.finish and self.full:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, InputError
-from ..files import written_whole
+from ..files import make_folder, written_whole
 from .coco import CocoFolder, Objects, average_precision, find_split, to_coco
 from .config import DetectConfig
 from .detectors import detector
@@ -106,7 +106,7 @@ class Detection:
         with written_whole(output / "predictions.json") as partial:
             partial.write_text(json.dumps(self.results))
         folder = output / "pictures"
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         objects = Objects(self.val, False, 0)
         for image in self.val.ids[: self.config.pictures]:
             self._draw(objects, image, folder / f"{image}.png")

@@ -17,9 +17,11 @@ from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.models.detection.rpn import RPNHead
 from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
+from .._torch import tree_map_only
 from ..errors import ConfigError
 from . import models
 from .cascade import CascadeHeads
@@ -124,7 +126,15 @@ def detector(
     )
     if kind == "cascade_mask_rcnn":
         model.roi_heads = CascadeHeads(model.roi_heads, channels, classes + 1, width)
+    for module in model.modules():
+        if isinstance(module, (RPNHead, FastRCNNPredictor)):
+            module.register_forward_hook(_in_full_precision)
     return model
+
+
+def _in_full_precision(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Box offsets in float32: torchvision gives boxes their type, and bf16 has no whole numbers above 256."""
+    return tree_map_only(Tensor, lambda t: t.float() if t.dtype.itemsize < 4 else t, output)
 
 
 def _simple_pyramid(width: int) -> nn.ModuleList:

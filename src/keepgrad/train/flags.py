@@ -30,13 +30,27 @@ def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:
             continue
         name = "--" + field.name.replace("_", "-")
         shown = argument.pop("help").replace("%", "%%")
-        if field.default not in (None, False, True):
+        if field.default is not None and not isinstance(field.default, bool):
             shown += f" (default: {field.default})"
         if isinstance(field.default, bool):
             argument.setdefault("action", argparse.BooleanOptionalAction)
         elif "type" not in argument and isinstance(field.default, (int, float)):
             argument["type"] = type(field.default)
+        if field.default is None and argument.get("type") in (int, float):
+            argument["type"] = _or_none(argument["type"])
+        if field.default is None and "choices" in argument:
+            argument["choices"] = [*argument["choices"], "none"]
         parser.add_argument(name, help=shown, default=argparse.SUPPRESS, **argument)
+
+
+def _or_none(kind: type) -> Any:
+    """A flag that takes "none" too, for a setting that a file or a recipe has on."""
+
+    def parse(text: str) -> Any:
+        return text if text == "none" else kind(text)
+
+    parse.__name__ = kind.__name__
+    return parse
 
 
 def given(args: argparse.Namespace, config: type) -> dict[str, Any]:
@@ -65,23 +79,30 @@ def make(config: type[C], *layers: Mapping[str, Any]) -> C:
 
 def _checked(field: dataclasses.Field, value: Any) -> Any:
     """A value as YAML or a caller gave it, in the type that the flag would have given."""
-    parse = field.metadata.get("type")
-    default = field.default
+    default, parse = field.default, field.metadata.get("type")
+    if isinstance(value, str) and value.lower() == "none":
+        value = None
+    if value is None:
+        if default is not None:
+            raise ConfigError(f"{field.name} is empty; give a value, or leave it out for {default!r}")
+        return None
+    kind: Any = parse or (str if default is None else type(default))
     try:
-        if isinstance(default, bool):
-            if not isinstance(value, bool):
-                raise ValueError("give true or false")
-            return value
-        if isinstance(value, str) and parse is not None:
-            value = parse(value)
-        elif isinstance(default, (int, float)) and value is not None:
-            if isinstance(value, bool) or (isinstance(default, int) and value != int(value)):
-                raise ValueError(f"give {'a whole number' if isinstance(default, int) else 'a number'}")
-            value = type(default)(value)
+        if kind is bool or isinstance(value, bool):
+            if not (kind is bool and isinstance(value, bool)):
+                raise ValueError("give true or false" if kind is bool else "give no true or false")
+        elif isinstance(value, str):
+            value = kind(value)
+        elif kind in (int, float):
+            if kind(value) != value:
+                raise ValueError("give a whole number")
+            value = kind(value)
+        elif kind is str:
+            raise ValueError("give a text")
     except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
         raise ConfigError(f"{field.name}={value!r}: {error}") from None
     choices = field.metadata.get("choices")
-    if choices is not None and value is not None and value not in choices:
+    if choices is not None and value not in choices:
         raise ConfigError(f"{field.name}={value!r} is not known; use one of {', '.join(map(str, choices))}")
     return value
 

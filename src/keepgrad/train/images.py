@@ -14,9 +14,10 @@ from torch.utils.data import Dataset, default_collate
 from ..errors import ConfigError, InputError
 from .order import Unreadable, loaded, mixed_seed, seeded
 
-__all__ = ["Source", "held_out", "loader", "mode_of", "open_images", "some_of"]
+__all__ = ["Source", "held_out", "loader", "mode_of", "open_images", "part_of", "some_of"]
 
 HELD_OUT = 0.1
+PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "eval", "evaluation", "test")}
 
 
 class Source(Protocol):
@@ -104,7 +105,7 @@ def open_images(root: str, kind: str = "", split: str = "train") -> Source:
     if not kind and not Path(root).exists():
         raise InputError(f"{root}: there is no such folder or file; give images with one folder per class")
     try:
-        dataset = create_dataset(kind, root=root, split=split)
+        dataset = create_dataset(kind, root=root, split=split, search_split=False)
     except (AssertionError, RuntimeError, OSError, ValueError, ImportError, tarfile.TarError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"{kind or 'images'} at {root}: {reason[:300]}; give a folder or tar of images") from None
@@ -124,13 +125,15 @@ def _check_folders(reader: Any, source: _TimmSource) -> None:
     root = Path(getattr(reader, "root", ""))
     if root.is_dir():
         # timm takes only folders with images for classes, so that an empty one would renumber the others.
-        empty = sorted(p.name for p in root.iterdir() if p.is_dir() and p.name not in source.classes and _is_empty(p))
+        filled = {Path(path).relative_to(root).parts[0] for path, _ in reader.samples}
+        empty = sorted(p.name for p in root.iterdir() if p.is_dir() and p.name not in filled and p.name[0] != ".")
         if empty:
             raise InputError(f"{root / empty[0]} is a class folder without images; put some there, or take it away")
 
 
-def _is_empty(folder: Path) -> bool:
-    return not any(path.is_file() and not path.name.startswith(".") for path in folder.rglob("*"))
+def part_of(root: str, part: str) -> Path | None:
+    """The folder of "train" or "val" in a folder that has one, by the names it usually has."""
+    return next((folder for name in PARTS[part] if (folder := Path(root) / name).is_dir()), None)
 
 
 class _Augmented(Dataset):
@@ -144,8 +147,8 @@ class _Augmented(Dataset):
         try:
             image, label = self.source.read(index)
             image = image.convert(self.mode)
-        except (OSError, SyntaxError, ValueError) as error:
-            return Unreadable(self.source.name(index), str(error))
+        except Exception as error:  # PIL raises many kinds
+            return Unreadable(self.source.name(index), str(error) or type(error).__name__)
         with seeded(mixed_seed(self.seed, epoch, index)):
             return self.transform(image), label
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..adapters import find_blocks
 from ..budget import checkpointed
 from ..errors import ConfigError, DivergedError, FileError, InputError, KeepgradError, StoppedError
+from ..files import make_folder
 from ..memory import AMP
 from ..patch import apply, exact
 from ..plan import Plan
@@ -31,7 +32,7 @@ from .config import RunFlags
 from .flags import write_yaml
 from .order import mixed_seed
 from .record import Record, peak_memory
-from .state import State, gathered, restore, write_weights
+from .state import State, optimizer_state_of, restore, weights_of, write_weights
 
 STEPS_AT = (2 / 3, 11 / 12)  # of a run: after epochs 8 and 11 of 12, or 24 and 33 of 36
 
@@ -90,7 +91,11 @@ def accelerator_for(config: RunFlags) -> Any:
 
     if config.fsdp and config.amp == "fp16":
         raise ConfigError("fsdp with fp16 would need a scaler of its own; use amp bf16")
-    accelerator = Accelerator(cpu=config.cpu)
+    # Precision, compiler and sharding are set here, not by what `accelerate config` left behind.
+    accelerator = Accelerator(cpu=config.cpu, mixed_precision="no", dynamo_backend="no")
+    kind = accelerator.distributed_type.value
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        raise ConfigError(f"accelerate is set up for {kind}; run 'accelerate config' without it, and use --fsdp here")
     if config.fsdp and accelerator.num_processes == 1:
         raise ConfigError("fsdp shards over processes, and there is one; start with torchrun --nproc-per-node N")
     if config.amp == "fp16" and accelerator.device.type == "cpu":
@@ -158,8 +163,9 @@ class Trainer:
         warmup = round(min(config.warmup_epochs, config.epochs / 2) * self.steps_per_epoch)
         common: dict[str, Any] = {"warmup_t": warmup, "warmup_lr_init": min(1e-6, config.lr), "t_in_epochs": False}
         if config.sched == "steps":
-            at = [round(self.steps * share) for share in STEPS_AT]
-            return MultiStepLRScheduler(self.optimizer, at, 0.1, **common)
+            # timm looks one step ahead.
+            at = [round(self.steps * share) + 1 for share in STEPS_AT]
+            return MultiStepLRScheduler(self.optimizer, at, 0.1, warmup_prefix=False, **common)
         lowest = min(config.min_lr, config.lr)
         return CosineLRScheduler(self.optimizer, self.steps - warmup, lowest, warmup_prefix=True, **common)
 
@@ -180,12 +186,13 @@ class Trainer:
     def _begin(self) -> State:
         """The state to go on from: that in the output folder, or a new one."""
         path = self.output / "state.pt"
-        about = {**self.task.about(), "steps_per_epoch": self.steps_per_epoch, "seed": self.config.seed}
+        about = {**self.task.about(), "steps_per_epoch": self.steps_per_epoch}
+        about |= {"seed": self.config.seed, "opt": self.config.opt}
         if path.exists() and not self.config.resume:
             raise FileError(f"{self.output} has a run already; give --resume to continue it, or another --output")
         if not path.exists():
             if self.is_main:
-                self.output.mkdir(parents=True, exist_ok=True)
+                make_folder(self.output)
                 write_yaml(self.output / "config.yaml", self.config)
             return State(about=about)
         state = State.read(path)
@@ -198,6 +205,8 @@ class Trainer:
         if self.is_main:
             write_yaml(self.output / "config.yaml", self.config)
         restore(self.model, self.optimizer, state, self.accelerator.num_processes)
+        for group in self.optimizer.param_groups:  # the state has the one of then
+            group["weight_decay"] = self.config.weight_decay if group["weight_decay"] else 0.0
         if state.scaler:
             self.scaler.load_state_dict(state.scaler)
         if self.ema is not None:
@@ -221,41 +230,59 @@ class Trainer:
         with record, self.stack, _signals() as signals:
             if state.step:
                 record.print(f"continuing {self.output} after step {state.step} of {self.steps}")
-            while state.step < self.steps:
-                epoch, done = divmod(state.step, self.steps_per_epoch)
-                batches = self.task.batches(epoch, done * self.accumulation)
-                self.model.train()
-                for number in range(done, self.steps_per_epoch):
-                    began = time.perf_counter()
-                    try:
-                        group = [next(batches) for _ in range(self.accumulation)]
-                    except InputError:
-                        self.save()
-                        raise
-                    loss = self._step(group)
-                    state.running["seconds"] = state.running.get("seconds", 0.0) + time.perf_counter() - began
-                    rate = (number + 1) * self._samples() / state.running["seconds"]
-                    record.step(state.step, loss, rate, self.accelerator.device)
-                    if number + 1 == self.steps_per_epoch:
-                        continue  # a state at the end of an epoch has its evaluation
-                    if signals:
-                        self._stop(signals[0])
-                    if self.config.save_every and state.step % self.config.save_every == 0:
-                        self.save()
-                self._end_epoch(epoch)
+            while state.step < self.steps or self._waits_for_evaluation():
+                if not self._waits_for_evaluation():
+                    self._train_epoch(record, signals)
+                try:
+                    self._end_epoch()
+                except KeepgradError:
+                    self._save_alone()
+                    raise
                 record.epoch(state.history)
                 self.save()
                 if signals and state.step < self.steps:
                     self._stop(signals[0])
         return Outcome(self.output, state.history, self._best(), self.plan, self.bare)
 
+    def _waits_for_evaluation(self) -> bool:
+        """Whether the steps of an epoch are done, and its evaluation is not."""
+        return bool(self.state.running) and self.state.step % self.steps_per_epoch == 0
+
+    def _train_epoch(self, record: Record, signals: list[int]) -> None:
+        """The steps of an epoch that are left."""
+        state = self.state
+        epoch, done = divmod(state.step, self.steps_per_epoch)
+        batches = self.task.batches(epoch, done * self.accumulation)
+        self.model.train()
+        for number in range(done, self.steps_per_epoch):
+            began = time.perf_counter()
+            try:
+                group = [next(batches) for _ in range(self.accumulation)]
+            except InputError:
+                self._save_alone()
+                raise
+            loss = self._step(group)
+            state.running["seconds"] = state.running.get("seconds", 0.0) + time.perf_counter() - began
+            rate = (number + 1) * self._samples() / state.running["seconds"]
+            record.step(state.step, loss, rate, self.accelerator.device)
+            if number + 1 == self.steps_per_epoch:
+                return  # a state at the end of an epoch has its evaluation
+            if signals:
+                self._stop(signals[0])
+            if self.config.save_every and state.step % self.config.save_every == 0:
+                self.save()
+
     def _samples(self) -> int:
         """Samples of a step, over all processes."""
         return self.config.batch_size * self.accumulation * self.accelerator.num_processes
 
-    def _stop(self, number: int) -> None:
-        if self.accelerator.num_processes == 1:
+    def _save_alone(self) -> None:
+        """Save, where no other process would have to take part: it may be in the middle of a step."""
+        if self.accelerator.num_processes == 1 and self.state.step:
             self.save()
+
+    def _stop(self, number: int) -> None:
+        self._save_alone()
         name = signal.Signals(number).name
         raise StoppedError(
             f"{name} after step {self.state.step} of {self.steps}; --resume --output {self.output} continues"
@@ -274,11 +301,12 @@ class Trainer:
         for number, batch in enumerate(group):
             set_seed(mixed_seed(config.seed, state.step, number, self.accelerator.process_index))
             last = number + 1 == len(group)
-            with self._autocast(), self._synced(last):
-                loss = self.task.loss(self.model, batch) / len(group)
+            with self._synced(last):
+                with self._autocast():
+                    loss = self.task.loss(self.model, batch) / len(group)
                 self.scaler.scale(loss).backward()
             total += loss.detach()
-        value = float(total)
+        value = float(self.accelerator.reduce(total, "mean"))
         if not math.isfinite(value):
             raise DivergedError(
                 f"the loss is {value} at step {state.step}, in epoch {state.step // self.steps_per_epoch + 1}; what "
@@ -312,22 +340,22 @@ class Trainer:
             self.stack.enter_context(checkpointed(self.bare))
         self.exact_from = self.steps
 
-    def _end_epoch(self, epoch: int) -> None:
+    def _end_epoch(self) -> None:
+        """Evaluate, and write down what the epoch came to."""
         state, device = self.state, self.accelerator.device
-        mean = torch.tensor(state.running.pop("loss") / self.steps_per_epoch, device=device)
         evaluated = self.model if self.ema is None else self.ema.module
         evaluated.eval()
         with torch.no_grad(), self._autocast():
             metrics = self.task.evaluate(evaluated)
-        row: dict[str, float] = {"epoch": epoch + 1, "step": state.step, "lr": max(self._rates())}
-        row["train_loss"] = float(self.accelerator.reduce(mean, "mean"))
-        row |= metrics
-        row |= {"seconds": state.running.pop("seconds"), "memory": peak_memory(device)}
+        row: dict[str, float] = {"epoch": state.step // self.steps_per_epoch, "step": state.step}
+        row |= {"lr": max(self._rates()), "train_loss": state.running["loss"] / self.steps_per_epoch, **metrics}
+        row |= {"seconds": state.running["seconds"], "memory": peak_memory(device)}
         state.history.append(row)
+        state.running.clear()
         if self.is_main:
             self.task.write(self.output)
         if self._best() is row:
-            self._write_weights("best")
+            self._write_weights("best", weights_of(self.model))
 
     def _rates(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups]
@@ -335,20 +363,28 @@ class Trainer:
     def _best(self) -> dict[str, float]:
         return max(self.state.history, key=lambda row: row[self.task.goal])
 
-    def _write_weights(self, name: str, weights: Mapping[str, Any] | None = None) -> None:
-        """The weights that are evaluated, for others; to be called in all processes."""
-        if self.ema is not None:
-            weights = self.ema.module.state_dict()
-        elif weights is None:
-            weights = gathered(self.model, self.optimizer)[0]
+    def _write_weights(self, name: str, weights: Mapping[str, Any]) -> None:
+        """The weights that are evaluated, for others."""
         if self.is_main:
-            write_weights(self.output / f"{name}.safetensors", weights, self.task.about())
+            own = weights if self.ema is None else self.ema.module.state_dict()
+            write_weights(self.output / f"{name}.safetensors", own, self.task.about())
 
     def save(self) -> None:
-        """Write the state, and the weights beside it."""
-        model, optimizer = gathered(self.model, self.optimizer)
-        self._write_weights("last", model)
+        """Write the state, and the weights beside it; to be called in all processes.
+
+        Raises:
+            FileError: if they cannot be written; the state from before is still there.
+            DivergedError: if a weight is no finite number; then too.
+        """
+        model, optimizer = weights_of(self.model), optimizer_state_of(self.model, self.optimizer)
         if self.is_main:
+            broken = next((name for name, t in model.items() if not bool(torch.isfinite(t).all())), None)
+            if broken is not None:
+                raise DivergedError(
+                    f"{broken} has values that are no finite numbers after step {self.state.step}; what was saved "
+                    f"before is in {self.output}. Lower the learning rate or clip gradients, and --resume"
+                )
+            self._write_weights("last", model)
             ema = None if self.ema is None else self.ema.module.state_dict()
             whole = dataclasses.replace(
                 self.state, model=model, optimizer=optimizer, ema=ema, scaler=self.scaler.state_dict()

@@ -8,12 +8,14 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from ..errors import FileError
 from ..files import written_whole
 from ..report import figures, readable_bytes
 
@@ -51,7 +53,10 @@ class Record:
             TimeRemainingColumn(),
         )
         self.task = self.progress.add_task(title, total=steps, completed=step, facts="")
-        self.events = SummaryWriter(str(output / "events"), purge_step=step)
+        try:
+            self.events = SummaryWriter(str(output / "events"), purge_step=step + 1)
+        except OSError as error:
+            raise FileError(f"cannot write {output / 'events'}: {error.strerror}; give another output") from None
 
     def __enter__(self) -> Record:
         if self.on:
@@ -61,7 +66,8 @@ class Record:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.on:
             self.progress.stop()
-            self.events.close()
+            with suppress(OSError):  # a full disk has been said
+                self.events.close()
 
     def print(self, line: str) -> None:
         if self.on:
@@ -80,10 +86,13 @@ class Record:
         row = history[-1]
         shown = (f"{name} {_short(name, row[name])}" for name in self.shown)
         self.print("  ".join([f"epoch {row['epoch']:3.0f}", *shown, f"{row['seconds']:.1f} s"]))
-        for name, value in row.items():
-            if name not in ("epoch", "step"):
-                self.events.add_scalar(name, value, int(row["step"]))
-        self.events.flush()
+        try:
+            for name, value in row.items():
+                if name not in ("epoch", "step"):
+                    self.events.add_scalar(name, value, int(row["step"]))
+            self.events.flush()
+        except OSError as error:
+            raise FileError(f"cannot write {self.output / 'events'}: {error.strerror}; is there space?") from None
         with written_whole(self.output / "metrics.csv") as partial, partial.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(row))
             writer.writeheader()

@@ -9,13 +9,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, StoppedError
 from ..fidelity import fidelity
+from ..files import make_folder
 from ..memory import peak_bytes
 from ..report import Table, readable_bytes
 from .config import RunFlags
+from .flags import write_yaml
 from .loop import Outcome, Task, Trainer, accelerator_for
 
 __all__ = ["side_by_side"]
@@ -43,12 +46,19 @@ def side_by_side(
     """
     if config.full:
         raise ConfigError("full backprop is one of the two that are compared; leave that out, or give --data")
+    if accelerator_for(config).num_processes > 1:
+        raise ConfigError("the comparison runs in one process; start it without torchrun, or give --data")
+    make_folder(output)
+    write_yaml(output / "config.yaml", dataclasses.replace(config, output=str(output)))
     outcomes: dict[str, Outcome] = {}
     for name, own in ((PLAIN, config.without_keepgrad()), (KEPT, config)):
         one = dataclasses.replace(own, output=str(output / name.replace(" ", "-")))
         accelerator = accelerator_for(one)
         task = task_of(one, accelerator)
-        outcomes[name] = Trainer(task, one, accelerator).run(name)
+        try:
+            outcomes[name] = Trainer(task, one, accelerator).run(name)
+        except StoppedError as error:  # what continues is the comparison
+            raise StoppedError(str(error).replace(str(one.output), str(output))) from None
     batch = task.sample()
     steps = {name: _Step(task, outcome.model).train() for name, outcome in outcomes.items()}
     agreement = fidelity(steps[KEPT], (batch, None), lambda loss, _: loss, draws=DRAWS).whole
@@ -91,13 +101,21 @@ class _Step(nn.Module):
 def _seconds(steps: Mapping[str, nn.Module], batch: Any) -> dict[str, float]:
     """Median time of a step, the models taking turns."""
     found: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS + 1):
         for name, step in steps.items():
             step.zero_grad()
+            _wait()
             start = time.perf_counter()
             step(*batch).backward()
+            _wait()
             found[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in found.items()}
+    return {name: statistics.median(values[1:]) for name, values in found.items()}
+
+
+def _wait() -> None:
+    """Until the accelerator is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _setting(config: RunFlags) -> str:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ..errors import FileError
 from ..files import written_whole
 
-__all__ = ["State", "gathered", "read_weights", "restore", "write_weights"]
+__all__ = ["State", "optimizer_state_of", "read_weights", "restore", "weights_of", "write_weights"]
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -61,9 +61,14 @@ class State:
             raise FileError(f"{path} is not a state that can be resumed: {reason[:200]}") from None
 
 
-def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Weights and optimizer state, whole and on the CPU, in the first process; to be called in all of them."""
-    return get_model_state_dict(model, options=_WHOLE), get_optimizer_state_dict(model, optimizer, options=_WHOLE)
+def weights_of(model: nn.Module) -> dict[str, Any]:
+    """The weights, whole and on the CPU, in the first process; to be called in all of them."""
+    return get_model_state_dict(model, options=_WHOLE)
+
+
+def optimizer_state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The same of the optimizer's state, by the names of the weights."""
+    return get_optimizer_state_dict(model, optimizer, options=_WHOLE)
 
 
 def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: State, processes: int) -> None:
