@@ -16,8 +16,8 @@ from ..train.config import RECIPES, TrainConfig
 
 __all__ = ["add_arguments", "new_folder", "run"]
 
-# A setting of the user's that takes the place of another one in a recipe.
-INSTEAD_OF = {"full": "preset", "accumulate": "global_batch"}
+# A setting that takes the place of another one further down, unless it is off.
+INSTEAD_OF: dict[str, tuple[str, Any]] = {"full": ("preset", False), "accumulate": ("global_batch", 1)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +75,7 @@ def _config(args: argparse.Namespace) -> TrainConfig:
         before = digits.SETTINGS
     layers: list[dict[str, Any]] = []
     for layer in (before, recipe, file, given):
-        gone = {INSTEAD_OF[key] for key, value in layer.items() if key in INSTEAD_OF and value not in (False, 1)}
+        gone = {other for key, (other, off) in INSTEAD_OF.items() if layer.get(key, off) is not off}
         layers = [{k: v for k, v in lower.items() if k not in gone} for lower in layers]
         layers.append(layer)
     return flags.make(TrainConfig, *layers)
