@@ -350,12 +350,13 @@ class Trainer:
         row: dict[str, float] = {"epoch": state.step // self.steps_per_epoch, "step": state.step}
         row |= {"lr": max(self._rates()), "train_loss": state.running["loss"] / self.steps_per_epoch, **metrics}
         row |= {"seconds": state.running["seconds"], "memory": peak_memory(device)}
-        state.history.append(row)
-        state.running.clear()
+        # Files first: where one cannot be written, the evaluation is repeated.
         if self.is_main:
             self.task.write(self.output)
-        if self._best() is row:
+        if all(row[self.task.goal] > other[self.task.goal] for other in state.history):
             self._write_weights("best", weights_of(self.model))
+        state.history.append(row)
+        state.running.clear()
 
     def _rates(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups]
