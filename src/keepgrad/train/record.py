@@ -116,6 +116,7 @@ def curves(history: Sequence[Mapping[str, float]], shown: Sequence[str]) -> Any:
     left.set(xlabel="epoch", ylabel="loss")
     right.set(xlabel="epoch")
     for axes in (left, right):
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         axes.legend()
     return figure
