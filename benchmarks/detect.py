@@ -4,7 +4,8 @@
 
 A real step, because what a detector computes depends on its data: forward, backward and AdamW, in fp32, on random
 images with random objects. Each method runs in a process of its own, one after another; the peak is what the allocator
-of torch had out at most, by `keepgrad.measure`, weights, gradients and optimizer included.
+of torch had out at most, by `keepgrad.measure`, weights, gradients and optimizer included. It is a later step of a run:
+AdamW has its state.
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ def one(args: argparse.Namespace) -> None:
     model: Detector = detector(args.detector, args.backbone, 80, sizes=(args.height,), max_size=args.width).train()
     METHODS[args.method](model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # AdamW has its state from the first step on
+    optimizer.zero_grad()
     images = [torch.rand(3, args.height, args.width) for _ in range(args.batch)]
     targets = [target(args.height, args.width) for _ in images]
 

@@ -19,7 +19,7 @@ from keepgrad import (
     NotAppliedError,
 )
 from keepgrad.memory import peak_bytes
-from keepgrad.sampling import MASKS
+from keepgrad.sampling import MASKS, Grid
 
 NOISY = {"proj_drop_rate": 0.3, "attn_drop_rate": 0.2, "drop_path_rate": 0.4, "pos_drop_rate": 0.1, "drop_rate": 0.1}
 FORMS = {
@@ -258,6 +258,18 @@ def test_other_image_sizes_and_patch_dropout():
     for model, size in ((vit(dynamic_img_size=True), 48), (vit(patch_drop_rate=0.3), 32)):
         keepgrad.apply(model, keep_ratio=0.5)
         grads(model, images(size))
+
+
+def test_masks_follow_the_aspect_of_the_images():
+    model = vit(dynamic_img_size=True)
+    keepgrad.apply(model, keep_ratio=0.5)
+    patch = model.patch_embed.patch_size[0]
+    for height, width in ((3, 7), (6, 2), (4, 4)):
+        model(torch.rand(1, 3, height * patch, width * patch))
+        (key,) = model.forward.shared.draw.kept
+        assert key[1] == Grid(height, width, model.num_prefix_tokens)
+    keepgrad.remove(model)
+    assert "forward" not in vars(model.patch_embed)
 
 
 @pytest.mark.parametrize(

@@ -365,6 +365,18 @@ def test_compile_the_whole_model_without_recompiling(make, size, options):
 
 
 @pytest.mark.filterwarnings("default")
+def test_compile_a_model_for_images_of_any_aspect():
+    model = vit(dynamic_img_size=True)
+    keepgrad.apply(model, keep_ratio=0.5)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
+    wide = images(32)[..., :16, :]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            compiled(wide).square().sum().backward()
+
+
+@pytest.mark.filterwarnings("default")
 @both
 def test_compiled_gradients_equal_eager_ones(make, size):
     model = make()

@@ -34,7 +34,7 @@ from .patch import apply, block_names, draws_set_aside, exact, remove
 from .plan import config_from
 from .report import Report, Table, figures, readable_bytes
 
-__all__ = ["Agreement", "Comparison", "FidelityReport", "Setting", "compare", "fidelity"]
+__all__ = ["Agreement", "Comparison", "FidelityReport", "Setting", "compare", "cost", "fidelity"]
 
 Loss = Callable[..., Tensor]
 
@@ -223,13 +223,13 @@ def compare(
         raise ConfigError("configs: give a list with at least one KeepConfig, dictionary of options or preset")
     (inputs, targets), *_ = _batches(batch)
     wanted = [_config(given) for given in configs]
-    full_bytes, full_flops = _cost(model, inputs, targets, loss_fn)
+    full_bytes, full_flops = cost(model, inputs, targets, loss_fn)
     found = []
     for config in wanted:
         apply(model, config)
         try:
             whole = fidelity(model, batch, loss_fn, draws).whole
-            size, flops = _cost(model, inputs, targets, loss_fn)
+            size, flops = cost(model, inputs, targets, loss_fn)
         finally:
             remove(model)
         figures = asdict(whole) | {"name": _describe(config), "bytes": size, "flops": flops, "front": False}
@@ -386,7 +386,7 @@ def _is_pair(batch: Any) -> bool:
     )
 
 
-def _cost(model: nn.Module, inputs: Any, targets: Any, loss_fn: Loss) -> tuple[int, int]:
+def cost(model: nn.Module, inputs: Any, targets: Any, loss_fn: Loss) -> tuple[int, int]:
     """Bytes saved for backward, and FLOPs of forward and backward."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with _undisturbed(model), draws_set_aside(model, seed=0):

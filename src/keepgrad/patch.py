@@ -62,6 +62,9 @@ def apply(model: nn.Module, config: KeepConfig | None = None, **options: Any) ->
     shared = _Shared(config.seed)
     for block, sites in entries:
         block.module.forward = _BlockForward(block, sites, shared)
+        embed = block.patch_embed
+        if embed is not None and not isinstance(vars(embed).get("forward"), _EmbedForward):
+            embed.forward = _EmbedForward(embed, shared)
     model.forward = _RootForward(model, shared)
     return result
 
@@ -125,6 +128,14 @@ def draws_set_aside(model: nn.Module, seed: int | None = None) -> Iterator[None]
     finally:
         for state, fields in zip(shared, before, strict=True):
             vars(state).update(fields)
+
+
+def masks_drawn(model: nn.Module) -> dict[Grid, Tensor]:
+    """The positions that the last step kept, for each size of feature map; the prefix is left out."""
+    patch = vars(model).get("forward")
+    draw = patch.shared.draw if isinstance(patch, _Patch) else None
+    found = {} if draw is None else {key[1]: kept for key, kept in draw.kept.items() if kept is not None}
+    return {grid: kept.picked[grid.prefix :] - grid.prefix for grid, kept in found.items()}
 
 
 class _Patch:
@@ -232,6 +243,17 @@ class _RootForward(_Patch):
             return self.own(*args, **kwargs)
         finally:
             self.shared.end()
+
+
+class _EmbedForward(_Patch):
+    """Notes the height and width of the patches, for the blocks behind it, where an embedding gives them as a map."""
+
+    grid: tuple[int, int] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        patches = self.own(*args, **kwargs)
+        self.grid = (patches.shape[1], patches.shape[2]) if patches.ndim == 4 else None
+        return patches
 
 
 class _BlockForward(_Patch):

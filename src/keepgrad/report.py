@@ -17,7 +17,7 @@ from typing import Any
 from .errors import KeepgradError
 from .files import written_whole
 
-__all__ = ["Report", "Table", "aligned", "figures", "readable_bytes"]
+__all__ = ["Report", "Table", "aligned", "brief", "figures", "readable_bytes"]
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of text as lines, columns below one another."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def brief(value: object) -> str:
+    """A value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def readable_bytes(size: float) -> str:

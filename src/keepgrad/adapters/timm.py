@@ -185,11 +185,11 @@ class VisionTransformerBlock(Adapter):
     def _grid(patch_embed: Any, count: int) -> tuple[int, int]:
         """Height and width of the patches.
 
-        Where their number is not that of the model's own grid (another image size, patch dropout), a grid of
-        the same aspect is taken if there is one, else a single row.
+        Those that `apply` has seen leave the embedding (images of any size), or the model's own. Where their number is
+        another (patch dropout), a grid of the same aspect is taken if there is one, else a single row.
         """
         if patch_embed is not None:
-            height, width = patch_embed.grid_size
+            height, width = getattr(patch_embed.forward, "grid", None) or patch_embed.grid_size
             scale = (count / (height * width)) ** 0.5
             tall, wide = round(height * scale), round(width * scale)
             if tall * wide == count:

@@ -7,11 +7,14 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import KeepgradError, StoppedError
-from . import detect, estimate, evaluate, fidelity, train
+from . import detect, estimate, evaluate, fidelity, study, train
 
 __all__ = ["main"]
 
-COMMANDS = {"train": train, "eval": evaluate, "detect": detect, "estimate": estimate, "fidelity": fidelity}
+COMMANDS = {
+    **{"train": train, "eval": evaluate, "detect": detect},
+    **{"study": study, "estimate": estimate, "fidelity": fidelity},
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

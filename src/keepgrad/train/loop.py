@@ -28,6 +28,7 @@ from ..files import make_folder
 from ..memory import AMP
 from ..patch import apply, exact
 from ..plan import Plan
+from ..report import brief
 from .config import RunFlags
 from .flags import write_yaml
 from .order import mixed_seed
@@ -199,7 +200,7 @@ class Trainer:
         for name, value in about.items():
             if state.about.get(name) != value:
                 raise ConfigError(
-                    f"{path} has {name}={_brief(state.about.get(name))}, and this run has {_brief(value)}; "
+                    f"{path} has {name}={brief(state.about.get(name))}, and this run has {brief(value)}; "
                     "continue with the settings it was begun with, or choose another --output"
                 )
         if self.is_main:
@@ -413,8 +414,3 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -18,12 +18,12 @@ KINDS = ("disc", "square", "triangle")
 
 SETTINGS: dict[str, Any] = {
     **{"backbone": "convnext_atto", "backbone_kwargs": {"ls_init_value": 0.1}, "sizes": str(SIZE), "max_size": SIZE},
-    **{"channels": 64, "head_width": 256, "anchor": 16, "rois": 64},
+    **{"channels": 64, "head_width": 256, "anchor": 16, "rois": 32},
     **{
-        "epochs": 8,
-        "batch_size": 8,
-        "lr": 1e-3,
-        "warmup_epochs": 1.0,
+        "epochs": 4,
+        "batch_size": 4,
+        "lr": 2e-3,
+        "warmup_epochs": 0.5,
         "sched": "cosine",
         "clip_grad": 5.0,
         "workers": 2,
@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def make_shapes(root: Path, train: int = 240, val: int = 48) -> Path:
+def make_shapes(root: Path, train: int = 480, val: int = 48) -> Path:
     """Write the set to a folder, always the same one; the folder."""
     generator = np.random.default_rng(0)
     for split, count in (("train2017", train), ("val2017", val)):

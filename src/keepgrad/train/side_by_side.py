@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, StoppedError
@@ -17,6 +14,7 @@ from ..fidelity import fidelity
 from ..files import make_folder
 from ..memory import peak_bytes
 from ..report import Table, readable_bytes
+from ..timing import seconds_in_turns
 from .config import RunFlags
 from .flags import write_yaml
 from .loop import Outcome, Task, Trainer, accelerator_for
@@ -63,8 +61,9 @@ def side_by_side(
     steps = {name: _Step(task, outcome.model).train() for name, outcome in outcomes.items()}
     agreement = fidelity(steps[KEPT], (batch, None), lambda loss, _: loss, draws=DRAWS).whole
     cosines = {PLAIN: 1.0, KEPT: agreement.cosine}
-    seconds = _seconds(steps, batch)
-    peaks = {name: peak_bytes(lambda step=step: step(*batch).backward()) for name, step in steps.items()}  # type: ignore[misc]
+    once = {name: lambda step=step: step(*batch).backward() for name, step in steps.items()}
+    seconds = seconds_in_turns(once, ROUNDS)
+    peaks = {name: peak_bytes(step) for name, step in once.items()}
     rows = [
         (
             PLAIN if name == PLAIN else f"{KEPT} {_setting(config)}",
@@ -96,26 +95,6 @@ class _Step(nn.Module):
 
     def forward(self, *batch: Any) -> Tensor:
         return self.loss(self.model, batch)
-
-
-def _seconds(steps: Mapping[str, nn.Module], batch: Any) -> dict[str, float]:
-    """Median time of a step, the models taking turns."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(ROUNDS + 1):
-        for name, step in steps.items():
-            step.zero_grad()
-            _wait()
-            start = time.perf_counter()
-            step(*batch).backward()
-            _wait()
-            found[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values[1:]) for name, values in found.items()}
-
-
-def _wait() -> None:
-    """Until the accelerator is done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _setting(config: RunFlags) -> str:

@@ -1,0 +1,56 @@
+"""The settings of a study, each a command-line flag and a line of YAML."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..train.config import TrainConfig
+from ..train.flags import flag, pairs
+
+__all__ = ["StudyConfig"]
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """What is studied, and how thoroughly."""
+
+    model: str | None = None
+    data: str | None = flag(None, "images: a folder or tar, one folder per class (default: digits)", metavar="PATH")
+    val: str | None = flag(None, "images to evaluate on, where --data has no val/; else a tenth is held out")
+    checkpoint: str | None = flag(None, "weights to study; those of keepgrad train name their model", metavar="FILE")
+    model_kwargs: dict[str, Any] | None = flag(
+        None, "arguments of the model, e.g. img_size=32,patch_size=4", type=pairs, metavar="A=B"
+    )
+    size: int | None = flag(None, "pixels a side (default: the model's own)", type=int, metavar="PIXELS")
+    crop_pct: float | None = flag(None, "share of the image that is seen (default: the model's own)", type=float)
+    batch_size: int = flag(32, "images a batch", metavar="N")
+    batches: int = flag(2, "batches whose gradients are compared", metavar="N")
+    draws: int = flag(4, "draws of the masks for each batch", metavar="N")
+    rounds: int = flag(5, "steps that are timed, in turns with full backprop", metavar="N")
+    prepare: int = flag(0, "steps of full backprop before the study, for weights that mean something", metavar="STEPS")
+    train: int = flag(0, "steps of a short training with every setting, from the weights that are studied")
+    seeds: int = flag(3, "such trainings of each setting", metavar="N")
+    lr: float = flag(5e-4, "highest learning rate of these steps")
+    workers: int = flag(0, "processes that load images", metavar="N")
+    seed: int = flag(0, "seed of everything")
+    output: str | None = flag(None, "folder for the report (default: a new one in runs/)", metavar="DIR")
+    resume: bool = flag(False, "continue the study in --output; start anew where it is empty", action="store_true")
+
+    def __post_init__(self) -> None:
+        least = {"batch_size": 1, "batches": 1, "draws": 1, "rounds": 1, "prepare": 0, "train": 0, "seeds": 1}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ConfigError(f"{name}={getattr(self, name)}: give at least {value}")
+        if self.checkpoint is not None and not Path(self.checkpoint).is_file():
+            raise ConfigError(f"checkpoint={self.checkpoint}: there is no such file")
+        if self.resume and self.output is None:
+            raise ConfigError("resume: give the output folder of the study to continue")
+
+    def training(self) -> TrainConfig:
+        """The settings that `train` would have for the same model and data."""
+        same = {name: getattr(self, name) for name in ("model", "data", "val", "model_kwargs", "size", "crop_pct")}
+        own = {name: getattr(self, name) for name in ("batch_size", "lr", "workers", "seed")}
+        return TrainConfig(**same, **own, pretrained=self.checkpoint, aug=False, smoothing=0.0)

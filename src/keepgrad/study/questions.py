@@ -1,0 +1,212 @@
+"""What is asked of a model: five sweeps, each a few settings of `keepgrad.apply` that differ in one thing.
+
+| question  | what differs                                    | lines in its figure                                 |
+| ---       | ---                                             | ---                                                 |
+| mask      | grid, random, block, at 0.5                     | drop as in the paper, fold                          |
+| reduce    | drop, scaled, fold, pool, at 0.5                | all branches; MLPs only, with attention exact       |
+| ratio     | 0.125 to 0.875                                  | the same                                            |
+| schedule  | uniform, increasing, decreasing, first and last | all of them at equal memory                         |
+| attention | qkv, query, head, off, at 0.5                   | drop as in the paper, fold                          |
+
+Besides these, the presets are measured, and the settings that save least. The same setting in several questions is one
+setting.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import DEFAULTS, PRESETS
+from ..errors import MapTooSmallError
+from ..ops.attention import METHODS
+from ..sampling import MASKS, REDUCTIONS
+
+__all__ = ["EVERYWHERE", "FULL", "Case", "Question", "all_keys", "key_of", "name_of", "questions", "trained_as"]
+
+Options = Mapping[str, Any]
+
+FULL = "full backprop"
+RATIOS = tuple(n / 8 for n in range(1, 8))
+EVERYWHERE, MLP_ONLY = "all branches", "MLPs only"
+PAPER_WAY = "drop"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A setting in its place in the figure of a question."""
+
+    label: str
+    series: str
+    options: Options
+
+    @property
+    def key(self) -> str:
+        return key_of(self.options)
+
+
+@dataclass(frozen=True)
+class Question:
+    """`paper` is what the paper found."""
+
+    name: str
+    title: str
+    paper: str
+    cases: tuple[Case, ...]
+
+
+def key_of(options: Options) -> str:
+    """A setting as text, the same for the same setting."""
+    given = {name: value for name, value in options.items() if DEFAULTS.get(name) != value}
+    return json.dumps(given, sort_keys=True)
+
+
+def name_of(key: str) -> str:
+    """A setting in words."""
+    if key == FULL:
+        return FULL
+    options = json.loads(key)
+    if "preset" in options:
+        return f"preset {options['preset']}"
+    if options["keep_ratio"] == 1:
+        return ", ".join(["exact", *(f"save {options[name]}" for name in ("save",) if name in options)])
+    ratio, reduce = options["keep_ratio"], options.get("reduce", DEFAULTS["reduce"])
+    if isinstance(ratio, dict):
+        ratio = f"{ratio['mlp']:g}, MLPs only"
+    elif isinstance(ratio, list):
+        ratio = ", ".join(f"{value:g} x{len(list(same))}" for value, same in itertools.groupby(ratio))
+    else:
+        ratio = f"{ratio:g}"
+    more = [f"{name} {options[name]}" for name in ("mask", "schedule", "attention", "save") if name in options]
+    return ", ".join([f"{reduce} {ratio}", *more])
+
+
+def questions(has_attention: bool, blocks: int, saved: Callable[[Options], int]) -> list[Question]:
+    """What to ask of a model with so many blocks; `saved` tells the bytes that a setting saves for backward."""
+
+    def both(ratio: float, **more: Any) -> list[tuple[str, dict[str, Any]]]:
+        everywhere = (EVERYWHERE, {"keep_ratio": ratio, **more})
+        if not has_attention:
+            return [everywhere]
+        return [everywhere, (MLP_ONLY, {"keep_ratio": {"attention": 1.0, "mlp": ratio}, **more})]
+
+    asked = [
+        Question(
+            "mask",
+            "Which positions?",
+            "A grid is better than a random mask.",
+            tuple(
+                Case(mask, reduce, {"keep_ratio": 0.5, "mask": mask, "reduce": reduce})
+                for reduce in (PAPER_WAY, "fold")
+                for mask in MASKS
+            ),
+        ),
+        Question(
+            "reduce",
+            "What becomes of the other positions?",
+            "Their gradients are dropped; no other way is tried.",
+            tuple(
+                Case(reduce, series, options) for reduce in REDUCTIONS for series, options in both(0.5, reduce=reduce)
+            ),
+        ),
+        Question(
+            "ratio",
+            "How many positions?",
+            "0.5 is the best balance of memory and accuracy.",
+            tuple(Case(f"{ratio:g}", series, options) for ratio in RATIOS for series, options in both(ratio)),
+        ),
+        Question(
+            "schedule",
+            "Which layers, at equal memory?",
+            "One ratio for all layers is better than ratios that rise or fall.",
+            tuple(Case(label, "equal memory", options) for label, options in _equal_memory(saved, blocks).items()),
+        ),
+    ]
+    if has_attention:
+        asked.append(
+            Question(
+                "attention",
+                "How is attention reduced?",
+                "Dropping all of q, k and v is better than dropping queries or heads.",
+                tuple(
+                    Case(method, reduce, {"keep_ratio": 0.5, "attention": method, "reduce": reduce})
+                    for reduce in (PAPER_WAY, "fold")
+                    for method in METHODS
+                ),
+            )
+        )
+    ready = {f"preset {name}": _without_preset(name, has_attention) for name in PRESETS}
+    for ratio in (1.0, 0.5, 0.25):
+        ready.setdefault(f"{ratio:g}, save input", {"keep_ratio": ratio, "save": "input"})
+    named = tuple(Case(label, "presets", options) for label, options in ready.items())
+    return [*asked, Question("presets", "The presets, and the smallest settings", "", named)]
+
+
+def _without_preset(name: str, has_attention: bool) -> Options:
+    """The options that a preset stands for, in which it is the same setting as another one with them."""
+    options = dict(PRESETS[name])
+    if "layers" in options:
+        return {"preset": name}
+    if not has_attention and isinstance(options["keep_ratio"], Mapping):
+        options["keep_ratio"] = options["keep_ratio"]["mlp"]
+    return options
+
+
+def trained_as(key: str) -> str:
+    """The setting with the same gradients that is trained for this one: what is saved changes none of them."""
+    if key == FULL:
+        return FULL
+    options = json.loads(key)
+    options.pop("save", None)
+    return key_of(options)
+
+
+def _equal_memory(saved: Callable[[Options], int], blocks: int, least: float = 0.125) -> dict[str, Options]:
+    """Ways to spread kept positions over the blocks, each with the ratio at which all save the same bytes.
+
+    The bytes are those of 0.5 in all blocks, or more where one of the ways cannot do with so few.
+    """
+    half = max(1, blocks // 2)
+
+    def some(ratio: float, where: slice) -> list[float]:
+        values = [1.0] * blocks
+        values[where] = [ratio] * len(values[where])
+        return values
+
+    ways: dict[str, Callable[[float], Options]] = {
+        "uniform": lambda ratio: {"keep_ratio": ratio},
+        "increasing": lambda ratio: {"keep_ratio": ratio, "schedule": "increasing"},
+        "decreasing": lambda ratio: {"keep_ratio": ratio, "schedule": "decreasing"},
+        "first half": lambda ratio: {"keep_ratio": some(ratio, slice(half))},
+        "last half": lambda ratio: {"keep_ratio": some(ratio, slice(half, None))},
+    }
+    if blocks == 1:
+        ways = {"uniform": ways["uniform"]}
+    try:
+        smallest = [saved(way(least)) for way in ways.values()]
+    except MapTooSmallError:
+        least = 0.25
+        smallest = [saved(way(least)) for way in ways.values()]
+    goal = max(saved({"keep_ratio": 0.5}), *smallest)
+    return {name: way(_ratio_at(goal, way, saved, least)) for name, way in ways.items()}
+
+
+def _ratio_at(
+    goal: int, way: Callable[[float], Options], saved: Callable[[Options], int], low: float, steps: int = 7
+) -> float:
+    """The ratio at which a way saves the most bytes within the goal."""
+    high = 1.0
+    if saved(way(0.5)) == goal:
+        return 0.5
+    for _ in range(steps):
+        middle = round((low + high) / 2, 3)
+        low, high = (middle, high) if saved(way(middle)) <= goal else (low, middle)
+    return low
+
+
+def all_keys(asked: Sequence[Question]) -> list[str]:
+    """Every setting once, in order."""
+    return list(dict.fromkeys(case.key for question in asked for case in question.cases))

@@ -1,0 +1,134 @@
+"""What a study has found so far, in one file that is written anew after every setting; and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, FileError
+from ..files import written_whole
+from ..report import brief
+from .questions import FULL, name_of, trained_as
+
+__all__ = ["Measured", "Results", "Trained", "mean_and_error"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A setting. `bytes`, `flops` and `time` are of a training step, against full backprop.
+
+    `layers` has a name, a cosine and a norm ratio for each layer; None where a gradient is zero.
+    """
+
+    cosine: float
+    norm_ratio: float
+    bias: float
+    spread: float
+    adam: float
+    bytes: float
+    flops: float
+    time: float
+    layers: list[tuple[str, float | None, float | None]]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A short training: the loss of its last tenth, and the accuracy at its end."""
+
+    loss: float
+    top1: float
+
+
+@dataclass
+class Results:
+    """By the key of a setting, and by seed. `left_out` has the settings that the model does not allow, and why."""
+
+    about: dict[str, Any]
+    measured: dict[str, Measured] = field(default_factory=dict)
+    trained: dict[str, dict[str, Trained]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        with written_whole(path) as partial:
+            partial.write_text(json.dumps(dataclasses.asdict(self), indent=1))
+
+    @classmethod
+    def read(cls, path: Path, about: dict[str, Any]) -> Results:
+        """What is in a file.
+
+        Raises:
+            FileError: if it is not of a study.
+            ConfigError: if it is of another one.
+        """
+        try:
+            found = json.loads(path.read_text())
+            results = cls(
+                found["about"],
+                {key: Measured(**value) for key, value in found["measured"].items()},
+                {
+                    key: {seed: Trained(**value) for seed, value in runs.items()}
+                    for key, runs in found["trained"].items()
+                },
+                found["left_out"],
+            )
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise FileError(f"{path} is not the result of a study: {error}; give another output") from None
+        for name, value in about.items():
+            if results.about.get(name) != value:
+                raise ConfigError(
+                    f"{path} is of a study with {name}={brief(results.about.get(name))}, and this one has "
+                    f"{brief(value)}; continue with the settings it was begun with, or give another output"
+                )
+        return results
+
+    def runs(self, key: str) -> dict[str, Trained]:
+        """The short trainings of a setting, by seed."""
+        return self.trained.get(trained_as(key), {})
+
+    def top1(self, key: str) -> list[float]:
+        return [run.top1 for run in self.runs(key).values()]
+
+    def against_full(self, key: str) -> list[float]:
+        """Differences in accuracy from full backprop, seed by seed."""
+        plain = self.runs(FULL)
+        return [run.top1 - plain[seed].top1 for seed, run in self.runs(key).items() if seed in plain]
+
+    def write_csv(self, folder: Path, front: Sequence[str]) -> None:
+        """`study.csv`, a row for each setting, and `layers.csv`, a row for each layer of each."""
+        head = [f.name for f in dataclasses.fields(Measured) if f.name != "layers"]
+        with written_whole(folder / "study.csv") as partial, partial.open("w", newline="") as file:
+            writer = csv.writer(file)
+            trained = ["seeds", "loss", "top1", "against_full", "against_full_error"]
+            writer.writerow(["setting", "options", *head, "front", *trained])
+            for key in [FULL, *self.measured] if self.trained else self.measured:
+                losses = [run.loss for run in self.runs(key).values()]
+                means = [mean_and_error(values)[0] for values in (losses, self.top1(key))]
+                quality = [len(losses), *means, *mean_and_error(self.against_full(key))]
+                one = self.measured.get(key)
+                values = [getattr(one, name) for name in head] if one else [1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+                cells = [_rounded(value) for value in (*values, key in front, *quality)]
+                writer.writerow([name_of(key), key if one else "", *cells])
+        with written_whole(folder / "layers.csv") as partial, partial.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["setting", "layer", "cosine", "norm_ratio"])
+            for key, one in self.measured.items():
+                writer.writerows([name_of(key), *map(_rounded, layer)] for layer in one.layers)
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and its standard error; NaN where there are too few values for it."""
+    mean = statistics.mean(values) if values else math.nan
+    return mean, statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else round(value, 6)
+    return "" if value is None else value

@@ -1,0 +1,218 @@
+"""What is studied: a model with its weights and its images. One setting at a time, always from the same weights."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..adapters import find_blocks
+from ..errors import ConfigError, DivergedError, InputError, NoSiteError
+from ..fidelity import cost, fidelity
+from ..memory import saved_bytes
+from ..patch import apply, exact, masks_drawn, remove
+from ..sampling import MASKS, Grid
+from ..timing import seconds_in_turns
+from ..train.classify import Batch, Classification, evaluate
+from ..train.images import some_of
+from ..train.loop import accelerator_for
+from ..train.order import Batches, mixed_seed
+from ..train.state import read_weights, write_weights
+from .config import StudyConfig
+from .results import Measured, Trained
+
+__all__ = ["Subject", "described"]
+
+EVALUATED = 2000  # images, at most, that a short training is evaluated on
+
+
+def described(config: StudyConfig) -> StudyConfig:
+    """The settings with the model that a checkpoint of `train` is of, where none is given."""
+    if config.model is not None or config.checkpoint is None:
+        return config
+    about = read_weights(Path(config.checkpoint))[1] if config.checkpoint.endswith(".safetensors") else {}
+    if "model_kwargs" not in about:
+        raise ConfigError(f"{config.checkpoint} does not say what model it is for; name the model as well")
+    size = config.size or about["size"]
+    return dataclasses.replace(config, model=about["model"], model_kwargs=about["model_kwargs"], size=size)
+
+
+class Subject:
+    """A model of timm on images.
+
+    Raises:
+        NoSiteError: if the model has no block that keepgrad knows.
+        InputError: if there are fewer images than a study takes.
+    """
+
+    def __init__(self, config: StudyConfig) -> None:
+        self.config = config
+        training = config.training()
+        self.accelerator = accelerator_for(training)
+        if self.accelerator.num_processes > 1:
+            raise ConfigError("a study runs in one process; start it without torchrun")
+        self.task = Classification(training, self.accelerator)
+        self.model = self.task.model.to(self.accelerator.device)
+        wanted = config.batch_size * config.batches
+        if len(self.task.source) < wanted:
+            raise InputError(
+                f"the data has {len(self.task.source)} training images, but {config.batches} batches of "
+                f"{config.batch_size} need {wanted}; lower batch_size or batches"
+            )
+        blocks = find_blocks(self.model)
+        if not blocks:
+            raise NoSiteError(f"{config.model} has no block that keepgrad knows; study a ViT or a ConvNeXt of timm")
+        self.blocks = len({block.name for block in blocks if block.kinds != ("downsample",)})
+        self.has_attention = any("attention" in block.kinds for block in blocks)
+        self.batches = [batch for _, batch in zip(range(config.batches), self._stream(config.seed), strict=False)]
+        self.full = cost(self.model, *self.batches[0], F.cross_entropy)
+
+    def about(self) -> dict[str, Any]:
+        """What makes this study another one than that of other settings."""
+        fixed = ("model", "model_kwargs", "size", "batch_size", "batches", "draws", "prepare", "lr", "seed", "train")
+        about = {name: getattr(self.config, name) for name in fixed}
+        about["images"] = len(self.task.source)
+        about["weights"] = hashlib.sha256(b"".join(map(_bytes, self.model.state_dict().values()))).hexdigest()[:16]
+        return about
+
+    def prepare(self, path: Path, advance: Callable[[int], None]) -> None:
+        """Weights to study: those in a file, or those after some steps of full backprop, which are then written."""
+        if path.exists():
+            self.model.load_state_dict(read_weights(path)[0])
+            advance(self.config.prepare)
+            return
+        self._steps(self.model, self.config.prepare, self.config.seed, advance)
+        write_weights(path, self.model.state_dict(), self.task.about())
+
+    def saved(self, options: Mapping[str, Any]) -> int:
+        """The bytes that a setting saves for backward, for one image."""
+        image = self.batches[0][0][:1]
+        apply(self.model, **options)
+        try:
+            self.model.train()
+            return saved_bytes(lambda: self.model(image), self.model)
+        finally:
+            remove(self.model)
+
+    def measure(self, options: Mapping[str, Any]) -> Measured:
+        """Agreement with exact gradients, and what a step takes.
+
+        Raises:
+            MapTooSmallError: if the feature maps are smaller than a group of the mask.
+        """
+        torch.manual_seed(self.config.seed)
+        apply(self.model, **options)
+        try:
+            report = fidelity(self.model, self.batches, F.cross_entropy, self.config.draws)
+            size, flops = cost(self.model, *self.batches[0], F.cross_entropy)
+            time = self._time()
+        finally:
+            remove(self.model)
+        whole = report.whole
+        return Measured(
+            *(whole.cosine, whole.norm_ratio, whole.bias, whole.spread, whole.adam),
+            bytes=size / self.full[0],
+            flops=flops / self.full[1],
+            time=time,
+            layers=[(one.name, _or_none(one.cosine), _or_none(one.norm_ratio)) for one in report.layers],
+        )
+
+    def _time(self) -> float:
+        """Of a step of the patched model, against full backprop."""
+
+        def kept() -> None:
+            images, labels = self.batches[0]
+            F.cross_entropy(self.model(images), labels).backward()
+
+        def full() -> None:
+            with exact(self.model):
+                kept()
+
+        self.model.train()
+        seconds = seconds_in_turns({"full": full, "kept": kept}, self.config.rounds)
+        self.model.zero_grad()
+        return seconds["kept"] / seconds["full"]
+
+    def train(self, options: Mapping[str, Any] | None, seed: int, advance: Callable[[int], None]) -> Trained:
+        """A short training from the weights that are studied; with full backprop where there are no options."""
+        model = copy.deepcopy(self.model)
+        if options is not None:
+            apply(model, **options)
+        losses = self._steps(model, self.config.train, seed, advance)
+        chosen = torch.randperm(len(self.task.val), generator=torch.Generator().manual_seed(0))[:EVALUATED]
+        val, config = some_of(self.task.val, chosen.tolist()), self.config
+        model.eval()
+        found = evaluate(model, val, self.task.data_config, config.batch_size, config.workers, self.accelerator)
+        return Trained(statistics.mean(losses[-max(1, len(losses) // 10) :]), found.top1)
+
+    def _steps(self, model: nn.Module, steps: int, seed: int, advance: Callable[[int], None]) -> list[float]:
+        """Train in place by AdamW, with a warm-up and a cosine; the losses."""
+        optimizer = torch.optim.AdamW(model.parameters(), self.config.lr, weight_decay=0.05)
+        warm_up = max(1, steps // 10)
+
+        def share(step: int) -> float:
+            along = max(0, step - warm_up) / max(1, steps - warm_up)
+            return min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * along)))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+        model.train()
+        losses = []
+        for number, (images, labels) in zip(range(steps), self._stream(seed), strict=False):
+            torch.manual_seed(mixed_seed(seed, number))
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            losses.append(loss.item())
+            if not math.isfinite(losses[-1]):
+                raise DivergedError(f"the loss is {losses[-1]} at step {number}; lower --lr")
+            optimizer.step()
+            schedule.step()
+            advance(1)
+        optimizer.zero_grad()
+        return losses
+
+    def _stream(self, seed: int) -> Iterator[Batch]:
+        """Training batches without end."""
+        task = self.task
+        task.order = Batches(len(task.source), self.config.batch_size, seed, True)
+        epoch = 0
+        while True:
+            yield from task.batches(epoch, 0)
+            epoch += 1
+
+    def masks(self, ratio: float) -> tuple[Tensor, dict[str, tuple[Grid, Tensor]]]:
+        """An image as it looks; for each kind of mask a feature map that shows it, and the positions kept in it."""
+        image = self.batches[0][0][:1]
+        found = {}
+        for mask in MASKS:
+            torch.manual_seed(self.config.seed)
+            apply(self.model, keep_ratio=ratio, mask=mask, reduce="drop")
+            try:
+                self.model.train()
+                self.model(image)
+                drawn = masks_drawn(self.model)
+            finally:
+                remove(self.model)
+            large = {grid: kept for grid, kept in drawn.items() if grid.height * grid.width >= 16} or drawn
+            coarsest = min(large, key=lambda grid: grid.height * grid.width)
+            found[mask] = coarsest, drawn[coarsest].cpu()
+        data = self.task.data_config
+        mean, std = (torch.tensor(data[name]).view(-1, 1, 1) for name in ("mean", "std"))
+        return (image[0].cpu() * std + mean).clamp(0, 1), found
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -1,0 +1,30 @@
+"""The time of training steps, as one may compare it: the steps take turns, and the first turn does not count."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+__all__ = ["seconds_in_turns"]
+
+
+def seconds_in_turns(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median time of each step."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds + 1):
+        for name, step in steps.items():
+            _wait()
+            start = time.perf_counter()
+            step()
+            _wait()
+            found[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values[1:]) for name, values in found.items()}
+
+
+def _wait() -> None:
+    """Until the accelerator is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
