@@ -230,10 +230,17 @@ def _masks(masks: Mapping[float, Mapping[str, bytes]]) -> str:
         for kind, data in kinds.items():
             source = f"data:image/png;base64,{base64.b64encode(data).decode()}"
             text = f"{kind}, {ratio:g}"
-            cells.append(
-                f'<figure><img src="{source}" alt="{text}: kept positions of an image"><figcaption>{text}</figcaption></figure>'
-            )
+            picture = f'<img src="{source}" alt="{text}: kept positions of an image">'
+            cells.append(f"<figure>{picture}<figcaption>{text}</figcaption></figure>")
     return f'<p>Positions that are kept, on an image of the data:</p><div class="masks">{"".join(cells)}</div>'
+
+
+METHOD = """The exact gradient is that of the model's own code with the same images, weights and random numbers. Cosine
+and norm ratio are of one step, means over draws of the masks; bias is the cosine of the mean gradient over the draws;
+spread is what averages out. Saved bytes are those that autograd keeps for backward. The time of a step is the median, in
+turns with full backprop."""
+TRAININGS = """Accuracy is that after a short training from the same weights, on images that were held out; all settings of
+a seed see the same images in the same order."""
 
 
 def _method(about: Mapping[str, Any], results: Results) -> str:
@@ -241,22 +248,5 @@ def _method(about: Mapping[str, Any], results: Results) -> str:
         f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>"
         for name, value in about["facts"].items()
     )
-    left = {name_of(key): reason for key, reason in results.left_out.items()}
-    return (
-        "<p>The exact gradient is that of the model's own code with the same images, weights and random numbers. Cosine "
-        "and norm ratio are of one step, means over draws of the masks; bias is the cosine of the mean gradient over the "
-        "draws; spread is what averages out. Saved bytes are those that autograd keeps for backward. The time of a step is "
-        "the median, in turns with full backprop.</p>"
-        + (
-            "<p>Accuracy is that after a short training from the same weights, on images that were held out; the order of "
-            "the images is the same for all settings of a seed.</p>"
-            if results.trained
-            else ""
-        )
-        + f'<table class="facts">{rows}</table>'
-        + (_details("Settings that the model does not allow", [_left(left)]) if left else "")
-    )
-
-
-def _left(left: Mapping[str, str]) -> str:
-    return "".join(f"<p>{html.escape(name)}: {html.escape(reason)}</p>" for name, reason in left.items())
+    said = [METHOD, TRAININGS] if results.trained else [METHOD]
+    return "".join(f"<p>{html.escape(text)}</p>" for text in said) + f'<table class="facts">{rows}</table>'
