@@ -105,6 +105,10 @@ def test_what_a_flag_parses_a_yaml_file_may_say_in_words():
     found = flags.make(TrainConfig, {"keep-ratio": "attention=1,mlp=0.25", "model_kwargs": "img_size=32", "lr": "1e-3"})
     assert found.keep_ratio == {"attention": 1, "mlp": 0.25}
     assert found.model_kwargs == {"img_size": 32}
+    found = flags.make(TrainConfig, {"model_kwargs": "depths=[0,1,3],dims=[8, 16,32],conv_mlp=true"})
+    assert found.model_kwargs == {"depths": [0, 1, 3], "dims": [8, 16, 32], "conv_mlp": True}
+    with pytest.raises(keepgrad.ConfigError, match="cannot be read"):
+        flags.make(TrainConfig, {"model_kwargs": "depths=[0,1"})
     assert found.lr == 1e-3
 
 

@@ -237,10 +237,10 @@ def _masks(masks: Mapping[float, Mapping[str, bytes]]) -> str:
 
 METHOD = """The exact gradient is that of the model's own code with the same images, weights and random numbers. Cosine
 and norm ratio are of one step, means over draws of the masks; bias is the cosine of the mean gradient over the draws;
-spread is what averages out. Saved bytes are those that autograd keeps for backward. The time of a step is the median, in
-turns with full backprop."""
-TRAININGS = """Accuracy is that after a short training from the same weights, on images that were held out; all settings of
-a seed see the same images in the same order."""
+spread is what averages out. Saved bytes are those that autograd keeps for backward. The time of a step is the median,
+in turns with full backprop."""
+TRAININGS = """Accuracy is that after a short training from the same weights, on images that were held out; all settings
+of a seed see the same images in the same order."""
 
 
 def _method(about: Mapping[str, Any], results: Results) -> str:

@@ -164,7 +164,7 @@ def trained_as(key: str) -> str:
     return key_of(options)
 
 
-def _equal_memory(saved: Callable[[Options], int], blocks: int, least: float = 0.125) -> dict[str, Options]:
+def _equal_memory(saved: Callable[[Options], int], blocks: int) -> dict[str, Options]:
     """Ways to spread kept positions over the blocks, each with the ratio at which all save the same bytes.
 
     The bytes are those of 0.5 in all blocks, or more where one of the ways cannot do with so few.
@@ -185,11 +185,13 @@ def _equal_memory(saved: Callable[[Options], int], blocks: int, least: float = 0
     }
     if blocks == 1:
         ways = {"uniform": ways["uniform"]}
-    try:
-        smallest = [saved(way(least)) for way in ways.values()]
-    except MapTooSmallError:
-        least = 0.25
-        smallest = [saved(way(least)) for way in ways.values()]
+    for least in (0.125, 0.25, 0.5):
+        try:
+            smallest = [saved(way(least)) for way in ways.values()]
+            break
+        except MapTooSmallError:
+            if least == 0.5:
+                raise
     goal = max(saved({"keep_ratio": 0.5}), *smallest)
     return {name: way(_ratio_at(goal, way, saved, least)) for name, way in ways.items()}
 

@@ -40,10 +40,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Trained:
-    """A short training: the loss of its last tenth, and the accuracy at its end."""
+    """A short training: the loss of its last tenth, the accuracy at its end, and its steps."""
 
     loss: float
     top1: float
+    steps: int
 
 
 @dataclass
@@ -87,6 +88,10 @@ class Results:
                     f"{brief(value)}; continue with the settings it was begun with, or give another output"
                 )
         return results
+
+    def is_trained(self, key: str, seed: str, steps: int) -> bool:
+        run = self.trained.get(key, {}).get(seed)
+        return run is not None and run.steps == steps
 
     def runs(self, key: str) -> dict[str, Trained]:
         """The short trainings of a setting, by seed."""

@@ -79,7 +79,7 @@ def _ask(subject: Subject, results: Results, path: Path) -> list[Question]:
         once = config.batches * (config.draws + 1) + 2 * (config.rounds + 1) + 2
         todo = [key for key in keys if key not in results.measured and key not in results.left_out]
         trainings = dict.fromkeys([FULL, *map(trained_as, keys)])
-        runs = [(key, seed) for seed in seeds for key in trainings if seed not in results.trained.get(key, {})]
+        runs = [(k, seed) for seed in seeds for k in trainings if not results.is_trained(k, seed, config.train)]
         progress.reset(bar, total=once * len(todo) + config.train * len(runs))
         for number, key in enumerate(todo, 1):
             progress.update(bar, description=f"{number}/{len(todo)} {name_of(key)}"[:48])

@@ -78,7 +78,7 @@ class Subject:
 
     def about(self) -> dict[str, Any]:
         """What makes this study another one than that of other settings."""
-        fixed = ("model", "model_kwargs", "size", "batch_size", "batches", "draws", "prepare", "lr", "seed", "train")
+        fixed = ("model", "model_kwargs", "size", "batch_size", "batches", "draws", "prepare", "lr", "seed")
         about = {name: getattr(self.config, name) for name in fixed}
         about["images"] = len(self.task.source)
         about["weights"] = hashlib.sha256(b"".join(map(_bytes, self.model.state_dict().values()))).hexdigest()[:16]
@@ -152,7 +152,7 @@ class Subject:
         val, config = some_of(self.task.val, chosen.tolist()), self.config
         model.eval()
         found = evaluate(model, val, self.task.data_config, config.batch_size, config.workers, self.accelerator)
-        return Trained(statistics.mean(losses[-max(1, len(losses) // 10) :]), found.top1)
+        return Trained(statistics.mean(losses[-max(1, len(losses) // 10) :]), found.top1, config.train)
 
     def _steps(self, model: nn.Module, steps: int, seed: int, advance: Callable[[int], None]) -> list[float]:
         """Train in place by AdamW, with a warm-up and a cosine; the losses."""

@@ -200,6 +200,8 @@ def _create(config: TrainConfig, options: dict[str, Any]) -> nn.Module:
             raise ConfigError(f"pretrained={config.pretrained}: there is no such file")
         # timm leaves the classifier out where the number of classes differs, and fits what depends on the image size.
         overlay = {"file": str(path), "num_classes": _classes_in(path, config, options)}
+        if path.suffix != ".npz":
+            overlay["custom_load"] = False  # of the weights that timm itself has for the model
         return models.create(config.model, size=config.size, pretrained=True, pretrained_cfg_overlay=overlay, **options)
     return models.create(config.model, size=config.size, pretrained=True, **options)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -108,15 +109,18 @@ def _checked(field: dataclasses.Field, value: Any) -> Any:
 
 
 def pairs(text: str) -> dict[str, Any]:
-    """`a=1,b=x` as a dictionary; values are read as YAML."""
+    """`a=1,b=x,c=[2,3]` as a dictionary; values are read as YAML."""
     import yaml
 
     found: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
+    for part in filter(None, re.split(r",(?![^\[]*\])", text)):
         name, equals, value = part.partition("=")
         if not equals or not name.strip():
             raise argparse.ArgumentTypeError(f"{part!r} is not of the form name=value")
-        found[name.strip()] = yaml.safe_load(value)
+        try:
+            found[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise argparse.ArgumentTypeError(f"{part!r}: the value cannot be read") from None
     return found
 
 
