@@ -77,7 +77,7 @@ def settings(model: str) -> dict[str, Setting]:
     rows["fold 0.5, finish 0.1"] = Setting(half["fold"], finish=0.1, later=True)
     if model == "ViT":
         rows["accurate, finish 0.1"] = Setting({"preset": "accurate"}, finish=0.1, later=True)
-        rows["small"] = Setting({"preset": "small"}, later=True)
+        rows["small"] = Setting({"preset": "small"}, 1, later=True)
         rows["accurate, equal time"] = Setting({"preset": "accurate"}, equal_time=True, later=True)
     rows["fold 0.5, equal time"] = Setting(half["fold"], equal_time=True, later=True)
     return rows

@@ -392,6 +392,29 @@ def test_the_command_trains_evaluates_and_draws(shapes, tmp_path):
     assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 3
 
 
+@pytest.mark.parametrize("backbone", ["test_convnext", "test_vit"])
+def test_two_processes_train_and_evaluate_every_image_once(shapes, tmp_path, backbone):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "keepgrad"]
+    args = ("detect", "--data", str(shapes), "--output", str(tmp_path / "run"), *SMALL)
+    more = ("--batch-size", "1", "--epochs", "2", "--backbone", backbone, "--keep-ratio", "0.5")
+    done = subprocess.run([*launch, *args, *more], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
+    assert len(rows) == 3
+    assert int(rows[-1].split(",")[1]) == 6  # steps of 2 processes over 6 images, twice
+    results = json.loads((tmp_path / "run" / "predictions.json").read_text())
+    seen = [(row["image_id"], *row["bbox"], row["score"], row["category_id"]) for row in results]
+    assert len(seen) == len(set(seen))
+
+
+def test_training_under_autocast(shapes, tmp_path):
+    more = ("--epochs", "1", "--amp", "bf16", "--detector", "cascade_mask_rcnn", "--preset", "paper")
+    done = keepgrad_detect("--data", str(shapes), "--output", str(tmp_path / "run"), *SMALL, *more)
+    assert done.returncode == 0, done.stderr
+    loss = float((tmp_path / "run" / "metrics.csv").read_text().splitlines()[1].split(",")[3])
+    assert 0 < loss < 20
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
