@@ -70,6 +70,7 @@ def settings(model: str) -> dict[str, Setting]:
     if model == "ViT":
         rows["accurate (default)"] = Setting({"preset": "accurate"}, 3)
         rows["balanced: fold 0.5"] = Setting(half["fold"])
+        rows["fold 0.5, attention query"] = Setting({"keep_ratio": 0.5, "attention": "query"}, 3)
     else:
         rows["accurate (default): fold 0.5"] = Setting(half["fold"], 3)
     rows |= {f"{reduce} 0.5": Setting(half[reduce]) for reduce in ("drop", "scaled", "pool")}

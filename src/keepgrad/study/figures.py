@@ -96,7 +96,7 @@ def pareto(results: Results, front: Sequence[str], best: str) -> Draw:
         axes.invert_yaxis()
         axes.yaxis.set_major_formatter(lambda value, _: f"{1 - value:.6g}" if value > NEAREST * 1.01 else "1")
         axes.yaxis.set_minor_formatter(lambda value, _: "")
-        axes.legend(loc="lower right")
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1))
 
     return draw
 

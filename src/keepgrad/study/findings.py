@@ -103,8 +103,10 @@ def _least_ratio(lines: dict[str, list[Case]], results: Results) -> str:
     for series, cases in lines.items():
         enough = [float(case.label) for case in cases if results.measured[case.key].cosine >= COSINE]
         where = "all branches" if series == EVERYWHERE else series
-        what = f"{min(enough):g} is the least ratio" if enough else "no ratio below 1 comes"
-        said.append(f"In {where}, {what} {'whose' if enough else 'to a'} cosine {'is' if enough else 'of'} {COSINE:g}.")
+        if enough:
+            said.append(f"In {where}, {min(enough):g} is the least ratio with a cosine of {COSINE:g} or more.")
+        else:
+            said.append(f"In {where}, no ratio below 1 comes to a cosine of {COSINE:g}.")
     return " ".join(said)
 
 
