@@ -4,7 +4,7 @@
 | ---       | ---                                             | ---                                                 |
 | mask      | grid, random, block, at 0.5                     | drop as in the paper, fold                          |
 | reduce    | drop, scaled, fold, pool, at 0.5                | all branches; MLPs only, with attention exact       |
-| ratio     | 0.125 to 0.875                                  | the same                                            |
+| ratio     | 0.125 to 0.875                                  | the same, and all branches with reduced queries     |
 | schedule  | uniform, increasing, decreasing, first and last | all of them at equal memory                         |
 | attention | qkv, query, head, off, at 0.5                   | drop as in the paper, fold                          |
 
@@ -31,7 +31,7 @@ Options = Mapping[str, Any]
 
 FULL = "full backprop"
 RATIOS = tuple(n / 8 for n in range(1, 8))
-EVERYWHERE, MLP_ONLY = "all branches", "MLPs only"
+EVERYWHERE, MLP_ONLY, QUERIES = "all branches", "MLPs only", "MLPs and queries"
 PAPER_WAY = "drop"
 
 
@@ -93,6 +93,10 @@ def questions(has_attention: bool, blocks: int, saved: Callable[[Options], int])
             return [everywhere]
         return [everywhere, (MLP_ONLY, {"keep_ratio": {"attention": 1.0, "mlp": ratio}, **more})]
 
+    def ways(ratio: float) -> list[tuple[str, dict[str, Any]]]:
+        queries = [(QUERIES, {"keep_ratio": ratio, "attention": "query"})] if has_attention else []
+        return [*both(ratio), *queries]
+
     asked = [
         Question(
             "mask",
@@ -116,7 +120,7 @@ def questions(has_attention: bool, blocks: int, saved: Callable[[Options], int])
             "ratio",
             "How many positions?",
             "0.5 is the best balance of memory and accuracy.",
-            tuple(Case(f"{ratio:g}", series, options) for ratio in RATIOS for series, options in both(ratio)),
+            tuple(Case(f"{ratio:g}", series, options) for ratio in RATIOS for series, options in ways(ratio)),
         ),
         Question(
             "schedule",
