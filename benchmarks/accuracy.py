@@ -73,6 +73,7 @@ def settings(model: str) -> dict[str, Setting]:
         rows["fold 0.5, attention query"] = Setting({"keep_ratio": 0.5, "attention": "query"}, 3)
     else:
         rows["accurate (default): fold 0.5"] = Setting(half["fold"], 3)
+        rows["fold 0.5, by stage"] = Setting({"keep_ratio": [0.25, 0.5, 0.5, 0.5, 1.0]}, 3)
     rows |= {f"{reduce} 0.5": Setting(half[reduce]) for reduce in ("drop", "scaled", "pool")}
     rows["fold 0.25"] = Setting({"keep_ratio": 0.25})
     rows["fold 0.5, finish 0.1"] = Setting(half["fold"], finish=0.1, later=True)
