@@ -52,7 +52,8 @@ class KeepConfig:
             in the order of the blocks; or a function of the number of a chosen block and how many there are.
         mask: which positions: "grid", "random" or "block".
         reduce: what becomes of the rest: "drop", "scaled", "fold" (the default) or "pool".
-        schedule: "uniform", or the ratio "increasing" or "decreasing" over the blocks around the same mean.
+        schedule: "uniform"; the ratio "increasing" or "decreasing" over the blocks around the same mean; or "pyramid",
+            by resolution: half of it at the finest of the model, everything at the coarsest.
         layers: which blocks: "all"; "first 2/3" or "last 2/3" (any fraction); indices; "paper"; or a function of the
             block's name.
         attention: how attention is reduced: "qkv", "query", "head", or "off" to leave its own backward whole.

@@ -14,7 +14,7 @@ from .config import KeepConfig, Settings, check_number
 from .errors import ConfigError, NoSiteError
 from .ops.branch import AttentionBranch
 from .report import aligned
-from .schedule import choose, ratios
+from .schedule import choose, pyramid, ratios
 
 __all__ = ["Plan", "Site", "config_from", "make_plan"]
 
@@ -90,7 +90,7 @@ def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Bl
         raise ConfigError("attention='off' and mlp=False leave no branch to reduce; turn one of them on")
 
     chosen = _chosen(found, settings)
-    ratio_of = _ratios(settings, kinds, chosen)
+    ratio_of = _ratios(settings, kinds, found, chosen)
     coarsest = max(block.stride for block in chosen)
     entries: list[tuple[Block, list[Site]]] = []
     skipped: list[tuple[str, str]] = []
@@ -155,12 +155,19 @@ def _chosen(found: list[Block], settings: Settings) -> list[Block]:
     return [block for block in found if block.index in indices]
 
 
-def _ratios(settings: Settings, kinds: set[str], chosen: list[Block]) -> dict[str, dict[int, float]]:
+def _ratios(
+    settings: Settings, kinds: set[str], found: list[Block], chosen: list[Block]
+) -> dict[str, dict[int, float]]:
     """The keep-ratio of every kind of branch in every chosen block."""
-    indices = sorted({block.index for block in chosen})
+    strides = {block.index: block.stride for block in chosen}
+    indices = sorted(strides)
+    ends = min(block.stride for block in found), max(block.stride for block in found)
     table = {}
     for kind in kinds:
-        values = ratios(settings.ratio_of(kind), settings.schedule, len(indices))
+        ratio = settings.ratio_of(kind)
+        values = ratios(ratio, settings.schedule, len(indices))
+        if settings.schedule == "pyramid" and isinstance(ratio, (int, float)):
+            values = [pyramid(ratio, strides[index], *ends) for index in indices]
         table[kind] = {index: check_number(value) for index, value in zip(indices, values, strict=True)}
     return table
 

@@ -7,9 +7,9 @@ from fractions import Fraction
 
 from .errors import ConfigError
 
-__all__ = ["SCHEDULES", "Layers", "Ratio", "choose", "parse_layers", "ratios"]
+__all__ = ["SCHEDULES", "Layers", "Ratio", "choose", "parse_layers", "pyramid", "ratios"]
 
-SCHEDULES = ("uniform", "increasing", "decreasing")
+SCHEDULES = ("uniform", "increasing", "decreasing", "pyramid")
 
 Ratio = float | Sequence[float] | Callable[[int, int], float]
 Layers = str | Sequence[int] | Callable[[str], bool]
@@ -19,7 +19,7 @@ def ratios(keep_ratio: Ratio, schedule: str, blocks: int) -> list[float]:
     """The keep-ratio of each of `blocks` blocks.
 
     A schedule moves linearly around the mean `keep_ratio`, from half of it to one and a half times, or as far as
-    1 allows.
+    1 allows. That of a pyramid goes by resolution, see `pyramid`.
 
     Raises:
         ConfigError: if a list has another length than there are blocks.
@@ -30,11 +30,28 @@ def ratios(keep_ratio: Ratio, schedule: str, blocks: int) -> list[float]:
         if len(keep_ratio) != blocks:
             raise ConfigError(f"keep_ratio lists {len(keep_ratio)} ratios, but {blocks} blocks are chosen: one each")
         return [float(r) for r in keep_ratio]
-    if schedule == "uniform" or blocks == 1:
+    if schedule in ("uniform", "pyramid") or blocks == 1:
         return [float(keep_ratio)] * blocks
-    spread = min(keep_ratio / 2, 1 - keep_ratio)
+    spread = _spread(keep_ratio)
     rising = [keep_ratio + spread * (2 * i / (blocks - 1) - 1) for i in range(blocks)]
     return rising if schedule == "increasing" else rising[::-1]
+
+
+def _spread(keep_ratio: float) -> float:
+    return min(keep_ratio / 2, 1 - keep_ratio)
+
+
+def pyramid(keep_ratio: float, stride: int, finest: int, coarsest: int) -> float:
+    """The keep-ratio of a block by the resolution it works at, in a model of strides from `finest` to `coarsest`.
+
+    Neighbours at the finest resolution are most alike, and most of the memory is there; at the coarsest there are few
+    positions, and little memory. So half of `keep_ratio` is kept at the one, everything at the other.
+    """
+    if finest == coarsest:
+        return keep_ratio
+    if stride == coarsest:
+        return 1.0
+    return keep_ratio - _spread(keep_ratio) if stride == finest else keep_ratio
 
 
 def parse_layers(layers: Layers) -> tuple[str, Fraction] | None:

@@ -6,6 +6,7 @@
 | reduce    | drop, scaled, fold, pool, at 0.5                | all branches; MLPs only, with attention exact       |
 | ratio     | 0.125 to 0.875                                  | the same, and all branches with reduced queries     |
 | schedule  | uniform, increasing, decreasing, first and last | all of them at equal memory                         |
+|           | half; in a model with stages, by resolution     |                                                     |
 | attention | qkv, query, head, off, at 0.5                   | drop as in the paper, fold                          |
 
 Besides these, the presets are measured, and the settings that save least. The same setting in several questions is one
@@ -84,7 +85,7 @@ def name_of(key: str) -> str:
     return ", ".join([f"{reduce} {ratio}", *more])
 
 
-def questions(has_attention: bool, blocks: int, saved: Callable[[Options], int]) -> list[Question]:
+def questions(has_attention: bool, has_stages: bool, blocks: int, saved: Callable[[Options], int]) -> list[Question]:
     """What to ask of a model with so many blocks; `saved` tells the bytes that a setting saves for backward."""
 
     def both(ratio: float, **more: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -126,7 +127,10 @@ def questions(has_attention: bool, blocks: int, saved: Callable[[Options], int])
             "schedule",
             "Which layers, at equal memory?",
             "One ratio for all layers is better than ratios that rise or fall.",
-            tuple(Case(label, "equal memory", options) for label, options in _equal_memory(saved, blocks).items()),
+            tuple(
+                Case(label, "equal memory", options)
+                for label, options in _equal_memory(saved, blocks, has_stages).items()
+            ),
         ),
     ]
     if has_attention:
@@ -168,7 +172,7 @@ def trained_as(key: str) -> str:
     return key_of(options)
 
 
-def _equal_memory(saved: Callable[[Options], int], blocks: int) -> dict[str, Options]:
+def _equal_memory(saved: Callable[[Options], int], blocks: int, has_stages: bool) -> dict[str, Options]:
     """Ways to spread kept positions over the blocks, each with the ratio at which all save the same bytes.
 
     The bytes are those of 0.5 in all blocks, or more where one of the ways cannot do with so few.
@@ -187,6 +191,8 @@ def _equal_memory(saved: Callable[[Options], int], blocks: int) -> dict[str, Opt
         "first half": lambda ratio: {"keep_ratio": some(ratio, slice(half))},
         "last half": lambda ratio: {"keep_ratio": some(ratio, slice(half, None))},
     }
+    if has_stages:
+        ways["pyramid"] = lambda ratio: {"keep_ratio": ratio, "schedule": "pyramid"}
     if blocks == 1:
         ways = {"uniform": ways["uniform"]}
     for least in (0.125, 0.25, 0.5):
