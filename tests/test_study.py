@@ -26,7 +26,7 @@ from keepgrad.train import digits
 
 SMALL = {**digits.SETTINGS["model_kwargs"], "embed_dim": 32, "depth": 2, "num_heads": 2}
 QUICK = {"model": "vit_tiny_patch16_224", "model_kwargs": SMALL, "crop_pct": 1.0, "batch_size": 8, "batches": 1}
-QUICK |= {"draws": 1, "rounds": 1, "prepare": 2, "train": 2, "seeds": 2}
+QUICK |= {"draws": 1, "rounds": 1, "prepare": 2, "train": 2, "seeds": 2, "workers": 0}
 
 
 @pytest.fixture(scope="module")
@@ -363,6 +363,7 @@ def test_a_study_of_something_else_is_not_continued(finished, tmp_path):
     config = {**QUICK, "draws": 2, "resume": True, "output": str(tmp_path)}
     with pytest.raises(ConfigError, match="is of a study with draws=1, and this one has 2"):
         run.study(StudyConfig(**config), tmp_path)
+    assert not (tmp_path / "config.yaml").exists()
     (tmp_path / "results.json").write_text('{"about": 3')
     with pytest.raises(FileError, match="is not the result of a study"):
         run.study(StudyConfig(**config), tmp_path)
@@ -404,7 +405,7 @@ def test_the_command_studies_weights_of_train(tmp_path, capsys):
     more = ["--model-kwargs", kwargs, "--epochs", "1", "--batch-size", "4", "--workers", "0", "--size", "16"]
     assert main([*train, str(tmp_path / "run"), *more]) == 0
     weights = tmp_path / "run" / "best.safetensors"
-    quick = ["--batch-size", "4", "--batches", "1", "--draws", "1", "--rounds", "1"]
+    quick = ["--batch-size", "4", "--batches", "1", "--draws", "1", "--rounds", "1", "--workers", "0"]
     data = ["--data", str(tmp_path / "images"), "--checkpoint", str(weights)]
     assert main(["study", *data, *quick, "--output", str(tmp_path / "study")]) == 0
     assert "keepgrad.apply(model" in capsys.readouterr().out

@@ -34,7 +34,7 @@ class StudyConfig:
     train: int = flag(0, "steps of a short training with every setting, from the weights that are studied")
     seeds: int = flag(3, "such trainings of each setting", metavar="N")
     lr: float = flag(5e-4, "highest learning rate of these steps")
-    workers: int = flag(0, "processes that load images", metavar="N")
+    workers: int = flag(4, "processes that load images; 0: the study itself", metavar="N")
     seed: int = flag(0, "seed of everything")
     output: str | None = flag(None, "folder for the report (default: a new one in runs/)", metavar="DIR")
     resume: bool = flag(False, "continue the study in --output; start anew where it is empty", action="store_true")

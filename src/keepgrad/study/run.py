@@ -41,11 +41,11 @@ def study(config: StudyConfig, output: Path) -> Table:
     if path.exists() and not config.resume:
         raise FileError(f"{output} has a study already; give --resume to continue it, or another --output")
     config = described(config)
-    make_folder(output)
-    write_yaml(output / "config.yaml", config)
     subject = Subject(config)
     about = subject.about()
     results = Results.read(path, about) if path.exists() else Results(about)
+    make_folder(output)
+    write_yaml(output / "config.yaml", config)  # not before: it would replace that of a study this one cannot continue
     try:
         asked = _ask(subject, results, path)
     except KeyboardInterrupt:
