@@ -64,24 +64,24 @@ class Setting:
 
 
 def settings(model: str) -> dict[str, Setting]:
-    """Every setting by its name in the table. A ConvNeXt has no attention: there, the default is fold 0.5."""
+    """Every setting by its name in the table. A ConvNeXt has no attention: its preset balanced is accurate too."""
     half = {reduce: {"keep_ratio": 0.5, "reduce": reduce} for reduce in ("fold", "drop", "scaled", "pool")}
+    accurate = {"preset": "accurate"}
     rows = {"full backprop": Setting(None, 3), "paper": Setting({"preset": "paper"}, 3)}
+    rows["accurate (default)"] = Setting(accurate, 3)
     if model == "ViT":
-        rows["accurate (default)"] = Setting({"preset": "accurate"}, 3)
-        rows["balanced: fold 0.5"] = Setting(half["fold"])
-        rows["fold 0.5, attention query"] = Setting({"keep_ratio": 0.5, "attention": "query"}, 3)
-    else:
-        rows["accurate (default): fold 0.5"] = Setting(half["fold"], 3)
-        rows["fold 0.5, by stage"] = Setting({"keep_ratio": [0.25, 0.5, 0.5, 0.5, 1.0]}, 3)
-    rows |= {f"{reduce} 0.5": Setting(half[reduce]) for reduce in ("drop", "scaled", "pool")}
+        rows["balanced"] = Setting({"preset": "balanced"}, 3)
+        rows["attention 1, MLP pool 0.5"] = Setting({"keep_ratio": {"attention": 1.0, "mlp": 0.5}, "reduce": "pool"}, 1)
+    rows |= {f"{reduce} 0.5": Setting(options) for reduce, options in half.items()}
     rows["fold 0.25"] = Setting({"keep_ratio": 0.25})
-    rows["fold 0.5, finish 0.1"] = Setting(half["fold"], finish=0.1, later=True)
+    rows["accurate, equal time"] = Setting(accurate, equal_time=True, later=True)
     if model == "ViT":
-        rows["accurate, finish 0.1"] = Setting({"preset": "accurate"}, finish=0.1, later=True)
+        rows["balanced, equal time"] = Setting({"preset": "balanced"}, equal_time=True, later=True)
+    rows["accurate, finish 0.1"] = Setting(accurate, finish=0.1, later=True)
+    if model == "ViT":
         rows["small"] = Setting({"preset": "small"}, 1, later=True)
-        rows["accurate, equal time"] = Setting({"preset": "accurate"}, equal_time=True, later=True)
-    rows["fold 0.5, equal time"] = Setting(half["fold"], equal_time=True, later=True)
+    else:
+        rows["fold 0.5, finish 0.1"] = Setting(half["fold"], 1, finish=0.1, later=True)
     return rows
 
 

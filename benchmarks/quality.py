@@ -44,7 +44,7 @@ COLUMNS = ("model", "step", "setting", "cosine", "norm_ratio", "cosine_of_mean",
 
 def settings(attention: bool) -> dict[str, dict]:
     """Every setting that is compared, by the name it has in the table."""
-    rows: dict[str, dict] = {name: {"preset": name} for name in ("paper", "accurate", "balanced")}
+    rows: dict[str, dict] = {name: {"preset": name} for name in ("paper", "accurate")}
     for ratio in (0.5, 0.25, 0.125):
         for reduce in ("drop", "scaled", "fold", "pool") if ratio > 0.2 else ("fold", "pool"):
             rows[f"{reduce} {ratio}"] = {"keep_ratio": ratio, "reduce": reduce}

@@ -37,6 +37,7 @@ CLASSES: tuple[tuple[tuple[dict[str, Any] | None, bool], ...], ...] = (
         (None, True),
     ),
     (({"preset": "balanced"}, False), ({"preset": "balanced", "save": "input"}, False)),
+    (({"keep_ratio": 0.5}, False), ({"keep_ratio": 0.5, "save": "input"}, False)),
     (({"keep_ratio": 0.25}, False), ({"keep_ratio": 0.25, "save": "input"}, False)),
     (({"keep_ratio": 0.125}, False), ({"keep_ratio": 0.125, "save": "input"}, False)),
 )

@@ -34,9 +34,9 @@ DEFAULTS: dict[str, Any] = {
 
 PRESETS: dict[str, dict[str, Any]] = {
     "exact": {"keep_ratio": 1.0},
-    "accurate": {"keep_ratio": {"attention": 1.0, "mlp": 0.5}},
-    "balanced": {"keep_ratio": 0.5},
-    "small": {"keep_ratio": {"attention": 1.0, "mlp": 0.5}, "save": "input"},
+    "accurate": {"keep_ratio": {"attention": 1.0, "mlp": 0.5}, "schedule": "pyramid"},
+    "balanced": {"keep_ratio": 0.5, "attention": "query", "schedule": "pyramid"},
+    "small": {"keep_ratio": {"attention": 1.0, "mlp": 0.5}, "schedule": "pyramid", "save": "input"},
     "paper": {"keep_ratio": 0.5, "reduce": "drop", "layers": "paper", "downsample": True},
 }
 

@@ -146,20 +146,24 @@ def questions(has_attention: bool, has_stages: bool, blocks: int, saved: Callabl
                 ),
             )
         )
-    ready = {f"preset {name}": _without_preset(name, has_attention) for name in PRESETS}
+    ready = {f"preset {name}": _without_preset(name, has_attention, has_stages) for name in PRESETS}
     for ratio in (1.0, 0.5, 0.25):
         ready.setdefault(f"{ratio:g}, save input", {"keep_ratio": ratio, "save": "input"})
     named = tuple(Case(label, "presets", options) for label, options in ready.items())
     return [*asked, Question("presets", "The presets, and the smallest settings", "", named)]
 
 
-def _without_preset(name: str, has_attention: bool) -> Options:
-    """The options that a preset stands for, in which it is the same setting as another one with them."""
+def _without_preset(name: str, has_attention: bool, has_stages: bool) -> Options:
+    """The options that a preset stands for in a model, so that it is one setting with another that has the same."""
     options = dict(PRESETS[name])
     if "layers" in options:
         return {"preset": name}
-    if not has_attention and isinstance(options["keep_ratio"], Mapping):
-        options["keep_ratio"] = options["keep_ratio"]["mlp"]
+    if not has_stages:
+        options.pop("schedule", None)
+    if not has_attention:
+        options.pop("attention", None)
+        if isinstance(options["keep_ratio"], Mapping):
+            options["keep_ratio"] = options["keep_ratio"]["mlp"]
     return options
 
 
