@@ -70,8 +70,10 @@ def settings(model: str) -> dict[str, Setting]:
     rows = {"full backprop": Setting(None, 3), "paper": Setting({"preset": "paper"}, 3)}
     rows["accurate (default)"] = Setting(accurate, 3)
     if model == "ViT":
-        rows["balanced"] = Setting({"preset": "balanced"}, 3)
-        rows["attention 1, MLP pool 0.5"] = Setting({"keep_ratio": {"attention": 1.0, "mlp": 0.5}, "reduce": "pool"}, 1)
+        rows["balanced"] = Setting({"preset": "balanced"})
+        rows["MLP fold 0.5"] = Setting({"keep_ratio": {"mlp": 0.5}})
+        rows["MLP pool 0.5"] = Setting({"keep_ratio": {"mlp": 0.5}, "reduce": "pool"}, 1)
+        rows["fold 0.5, queries"] = Setting({"keep_ratio": 0.5, "attention": "query"})
     rows |= {f"{reduce} 0.5": Setting(options) for reduce, options in half.items()}
     rows["fold 0.25"] = Setting({"keep_ratio": 0.25})
     rows["accurate, equal time"] = Setting(accurate, equal_time=True, later=True)

@@ -37,8 +37,8 @@ def test_keywords_take_precedence_over_the_preset():
     assert len(plan.sites) == 4
 
 
-def test_a_pyramid_goes_by_the_resolution_of_the_whole_model():
-    plan = keepgrad.plan(convnext(), keep_ratio=0.5, schedule="pyramid", downsample=True)
+def test_a_careful_schedule_goes_by_the_whole_model():
+    plan = keepgrad.plan(convnext(), keep_ratio=0.5, schedule="careful", downsample=True)
     by_stage = {}
     for site in plan.sites:
         by_stage.setdefault(site.name.split(".")[1], set()).add(site.keep_ratio)
@@ -46,9 +46,12 @@ def test_a_pyramid_goes_by_the_resolution_of_the_whole_model():
     assert by_stage[stages[0]] == {0.25}
     assert by_stage[stages[-1]] == {1.0}
     assert all(by_stage[stage] == {0.5} for stage in stages[1:-1])
-    part = keepgrad.plan(convnext(), keep_ratio=0.5, schedule="pyramid", layers="first 1/2")
+    part = keepgrad.plan(convnext(), keep_ratio=0.5, schedule="careful", layers="first 1/2")
     assert 1.0 not in {site.keep_ratio for site in part.sites}
-    assert {site.keep_ratio for site in keepgrad.plan(vit(), keep_ratio=0.5, schedule="pyramid").sites} == {0.5}
+    ratios = [site.keep_ratio for site in keepgrad.plan(vit(depth=3), keep_ratio=0.5, schedule="careful").sites]
+    assert ratios == [1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
+    last = keepgrad.plan(vit(depth=3), keep_ratio=0.5, schedule="careful", layers="last 2/3")
+    assert {site.keep_ratio for site in last.sites} == {0.5}
 
 
 def test_ratio_by_branch_list_and_schedule():

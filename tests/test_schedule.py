@@ -1,7 +1,7 @@
 import pytest
 
 from keepgrad.errors import ConfigError
-from keepgrad.schedule import choose, pyramid, ratios
+from keepgrad.schedule import careful, choose, ratios
 
 NAMES = [f"blocks.{i}" for i in range(12)]
 
@@ -14,11 +14,11 @@ def test_schedules_have_the_same_mean():
     assert ratios(0.3, "increasing", 1) == [0.3]
 
 
-def test_a_pyramid_keeps_less_where_it_is_fine_and_all_where_it_is_coarse():
-    assert [pyramid(0.5, stride, 1, 8) for stride in (1, 2, 4, 8)] == [0.25, 0.5, 0.5, 1.0]
-    assert [pyramid(0.8, stride, 1, 2) for stride in (1, 2)] == pytest.approx([0.6, 1.0])
-    assert pyramid(1.0, 1, 1, 8) == 1.0
-    assert pyramid(0.5, 1, 1, 1) == 0.5
+def test_a_careful_schedule_keeps_less_where_a_model_is_fine_and_all_where_it_is_coarse():
+    assert [careful(0.5, n, stride, 1, 8) for n, stride in enumerate((1, 2, 4, 8))] == [0.25, 0.5, 0.5, 1.0]
+    assert [careful(0.8, n, stride, 1, 2) for n, stride in enumerate((1, 2))] == pytest.approx([0.6, 1.0])
+    assert careful(1.0, 0, 1, 1, 8) == 1.0
+    assert [careful(0.5, n, 1, 1, 1) for n in range(3)] == [1.0, 0.5, 0.5]
 
 
 def test_lists_and_functions():

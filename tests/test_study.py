@@ -44,12 +44,12 @@ def results_in(folder):
 
 
 def test_every_question_varies_what_it_asks_about():
-    asked = {q.name: q for q in questions(True, False, 4, lambda options: 1)}
+    asked = {q.name: q for q in questions(True, 4, lambda options: 1)}
     labels = {name: [case.label for case in q.cases if case.series == q.cases[0].series] for name, q in asked.items()}
     assert labels["mask"] == ["grid", "random", "block"]
     assert labels["reduce"] == ["drop", "scaled", "fold", "pool"]
     assert labels["ratio"] == [str(n / 8) for n in range(1, 8)]
-    assert labels["schedule"] == ["uniform", "increasing", "decreasing", "first half", "last half"]
+    assert labels["schedule"] == ["uniform", "increasing", "decreasing", "careful", "first half", "last half"]
     assert labels["attention"] == ["qkv", "query", "head", "off"]
     keys = all_keys(list(asked.values()))
     assert len(keys) == len(set(keys)) < sum(len(q.cases) for q in asked.values())
@@ -58,7 +58,7 @@ def test_every_question_varies_what_it_asks_about():
 
 
 def test_a_model_without_attention_is_not_asked_about_it():
-    asked = questions(False, True, 4, lambda options: 1)
+    asked = questions(False, 4, lambda options: 1)
     assert "attention" not in [q.name for q in asked]
     assert not any("attention" in key for key in all_keys(asked))
 
@@ -82,9 +82,9 @@ def test_layers_are_compared_at_equal_memory(model, size):
             keepgrad.remove(model)
 
     blocks = 4 if size == 32 else 5
-    (question,) = [q for q in questions(size == 32, size != 32, blocks, saved) if q.name == "schedule"]
+    (question,) = [q for q in questions(size == 32, blocks, saved) if q.name == "schedule"]
     sizes = {case.label: saved(case.options) for case in question.cases}
-    assert len(sizes) == (5 if size == 32 else 6)
+    assert len(sizes) == 6
     assert max(sizes.values()) <= min(sizes.values()) * 1.06, sizes
     assert max(sizes.values()) >= saved({"keep_ratio": 0.5}) * 0.97
 
@@ -175,14 +175,14 @@ def test_where_nothing_is_good_the_best_agreement_is_named_and_said_to_be_too_li
 
 def test_the_line_of_a_setting_can_be_run():
     model = timm.models.VisionTransformer(img_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=2)
-    for key in all_keys(questions(True, False, 2, lambda options: 1)):
+    for key in all_keys(questions(True, 2, lambda options: 1)):
         exec(findings.code_of(key), {"keepgrad": keepgrad, "model": model})
         keepgrad.remove(model)
 
 
 def test_answers_name_the_best_and_what_trains_worse(finished):
     results = Results.read(finished / "results.json", {})
-    (question,) = [q for q in questions(True, False, 2, lambda options: 1) if q.name == "mask"]
+    (question,) = [q for q in questions(True, 2, lambda options: 1) if q.name == "mask"]
     cosine = {c.label: results.measured[c.key].cosine for c in question.cases if c.series == "drop"}
     said = findings.answer(question, results)
     assert f"With drop, {max(cosine, key=cosine.get)} agrees best" in said

@@ -34,9 +34,9 @@ DEFAULTS: dict[str, Any] = {
 
 PRESETS: dict[str, dict[str, Any]] = {
     "exact": {"keep_ratio": 1.0},
-    "accurate": {"keep_ratio": {"attention": 1.0, "mlp": 0.5}, "schedule": "pyramid"},
-    "balanced": {"keep_ratio": 0.5, "attention": "query", "schedule": "pyramid"},
-    "small": {"keep_ratio": {"attention": 1.0, "mlp": 0.5}, "schedule": "pyramid", "save": "input"},
+    "accurate": {"keep_ratio": {"attention": 1.0, "mlp": 0.5}, "schedule": "careful"},
+    "balanced": {"keep_ratio": 0.5, "attention": "query", "schedule": "careful"},
+    "small": {"keep_ratio": {"attention": 1.0, "mlp": 0.5}, "schedule": "careful", "save": "input"},
     "paper": {"keep_ratio": 0.5, "reduce": "drop", "layers": "paper", "downsample": True},
 }
 
@@ -52,8 +52,8 @@ class KeepConfig:
             in the order of the blocks; or a function of the number of a chosen block and how many there are.
         mask: which positions: "grid", "random" or "block".
         reduce: what becomes of the rest: "drop", "scaled", "fold" (the default) or "pool".
-        schedule: "uniform"; the ratio "increasing" or "decreasing" over the blocks around the same mean; or "pyramid",
-            by resolution: half of it at the finest of the model, everything at the coarsest.
+        schedule: "uniform"; the ratio "increasing" or "decreasing" over the blocks around the same mean; or "careful",
+            which keeps everything where reducing hurts most: the coarsest stage, or the first block of a transformer.
         layers: which blocks: "all"; "first 2/3" or "last 2/3" (any fraction); indices; "paper"; or a function of the
             block's name.
         attention: how attention is reduced: "qkv", "query", "head", or "off" to leave its own backward whole.

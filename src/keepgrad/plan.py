@@ -14,7 +14,7 @@ from .config import KeepConfig, Settings, check_number
 from .errors import ConfigError, NoSiteError
 from .ops.branch import AttentionBranch
 from .report import aligned
-from .schedule import choose, pyramid, ratios
+from .schedule import careful, choose, ratios
 
 __all__ = ["Plan", "Site", "config_from", "make_plan"]
 
@@ -166,8 +166,8 @@ def _ratios(
     for kind in kinds:
         ratio = settings.ratio_of(kind)
         values = ratios(ratio, settings.schedule, len(indices))
-        if settings.schedule == "pyramid" and isinstance(ratio, (int, float)):
-            values = [pyramid(ratio, strides[index], *ends) for index in indices]
+        if settings.schedule == "careful" and isinstance(ratio, (int, float)):
+            values = [careful(ratio, index, strides[index], *ends) for index in indices]
         table[kind] = {index: check_number(value) for index, value in zip(indices, values, strict=True)}
     return table
 

@@ -7,9 +7,9 @@ from fractions import Fraction
 
 from .errors import ConfigError
 
-__all__ = ["SCHEDULES", "Layers", "Ratio", "choose", "parse_layers", "pyramid", "ratios"]
+__all__ = ["SCHEDULES", "Layers", "Ratio", "careful", "choose", "parse_layers", "ratios"]
 
-SCHEDULES = ("uniform", "increasing", "decreasing", "pyramid")
+SCHEDULES = ("uniform", "increasing", "decreasing", "careful")
 
 Ratio = float | Sequence[float] | Callable[[int, int], float]
 Layers = str | Sequence[int] | Callable[[str], bool]
@@ -19,7 +19,7 @@ def ratios(keep_ratio: Ratio, schedule: str, blocks: int) -> list[float]:
     """The keep-ratio of each of `blocks` blocks.
 
     A schedule moves linearly around the mean `keep_ratio`, from half of it to one and a half times, or as far as
-    1 allows. That of a pyramid goes by resolution, see `pyramid`.
+    1 allows. For the careful one, see `careful`.
 
     Raises:
         ConfigError: if a list has another length than there are blocks.
@@ -30,7 +30,7 @@ def ratios(keep_ratio: Ratio, schedule: str, blocks: int) -> list[float]:
         if len(keep_ratio) != blocks:
             raise ConfigError(f"keep_ratio lists {len(keep_ratio)} ratios, but {blocks} blocks are chosen: one each")
         return [float(r) for r in keep_ratio]
-    if schedule in ("uniform", "pyramid") or blocks == 1:
+    if schedule in ("uniform", "careful") or blocks == 1:
         return [float(keep_ratio)] * blocks
     spread = _spread(keep_ratio)
     rising = [keep_ratio + spread * (2 * i / (blocks - 1) - 1) for i in range(blocks)]
@@ -41,14 +41,16 @@ def _spread(keep_ratio: float) -> float:
     return min(keep_ratio / 2, 1 - keep_ratio)
 
 
-def pyramid(keep_ratio: float, stride: int, finest: int, coarsest: int) -> float:
-    """The keep-ratio of a block by the resolution it works at, in a model of strides from `finest` to `coarsest`.
+def careful(keep_ratio: float, index: int, stride: int, finest: int, coarsest: int) -> float:
+    """The keep-ratio of block number `index`, where reducing it hurts as little as it can.
 
-    Neighbours at the finest resolution are most alike, and most of the memory is there; at the coarsest there are few
-    positions, and little memory. So half of `keep_ratio` is kept at the one, everything at the other.
+    In a model of stages, with strides from `finest` to `coarsest`: neighbours at the finest resolution are most alike,
+    and most of the memory is there; at the coarsest there are few positions, and little memory. So less is kept at the
+    one (half, at most ratios), everything at the other. In a model of one resolution, a transformer, the tokens of the
+    first block have not seen one another, and are least alike: there everything is kept.
     """
     if finest == coarsest:
-        return keep_ratio
+        return 1.0 if index == 0 else keep_ratio
     if stride == coarsest:
         return 1.0
     return keep_ratio - _spread(keep_ratio) if stride == finest else keep_ratio

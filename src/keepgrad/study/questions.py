@@ -5,8 +5,8 @@
 | mask      | grid, random, block, at 0.5                     | drop as in the paper, fold                          |
 | reduce    | drop, scaled, fold, pool, at 0.5                | all branches; MLPs only, with attention exact       |
 | ratio     | 0.125 to 0.875                                  | the same, and all branches with reduced queries     |
-| schedule  | uniform, increasing, decreasing, first and last | all of them at equal memory                         |
-|           | half; in a model with stages, by resolution     |                                                     |
+| schedule  | uniform, increasing, decreasing, careful, first | all of them at equal memory                         |
+|           | and last half                                   |                                                     |
 | attention | qkv, query, head, off, at 0.5                   | drop as in the paper, fold                          |
 
 Besides these, the presets are measured, and the settings that save least. The same setting in several questions is one
@@ -85,7 +85,7 @@ def name_of(key: str) -> str:
     return ", ".join([f"{reduce} {ratio}", *more])
 
 
-def questions(has_attention: bool, has_stages: bool, blocks: int, saved: Callable[[Options], int]) -> list[Question]:
+def questions(has_attention: bool, blocks: int, saved: Callable[[Options], int]) -> list[Question]:
     """What to ask of a model with so many blocks; `saved` tells the bytes that a setting saves for backward."""
 
     def both(ratio: float, **more: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -127,10 +127,7 @@ def questions(has_attention: bool, has_stages: bool, blocks: int, saved: Callabl
             "schedule",
             "Which layers, at equal memory?",
             "One ratio for all layers is better than ratios that rise or fall.",
-            tuple(
-                Case(label, "equal memory", options)
-                for label, options in _equal_memory(saved, blocks, has_stages).items()
-            ),
+            tuple(Case(label, "equal memory", options) for label, options in _equal_memory(saved, blocks).items()),
         ),
     ]
     if has_attention:
@@ -146,20 +143,18 @@ def questions(has_attention: bool, has_stages: bool, blocks: int, saved: Callabl
                 ),
             )
         )
-    ready = {f"preset {name}": _without_preset(name, has_attention, has_stages) for name in PRESETS}
+    ready = {f"preset {name}": _without_preset(name, has_attention) for name in PRESETS}
     for ratio in (1.0, 0.5, 0.25):
         ready.setdefault(f"{ratio:g}, save input", {"keep_ratio": ratio, "save": "input"})
     named = tuple(Case(label, "presets", options) for label, options in ready.items())
     return [*asked, Question("presets", "The presets, and the smallest settings", "", named)]
 
 
-def _without_preset(name: str, has_attention: bool, has_stages: bool) -> Options:
+def _without_preset(name: str, has_attention: bool) -> Options:
     """The options that a preset stands for in a model, so that it is one setting with another that has the same."""
     options = dict(PRESETS[name])
     if "layers" in options:
         return {"preset": name}
-    if not has_stages:
-        options.pop("schedule", None)
     if not has_attention:
         options.pop("attention", None)
         if isinstance(options["keep_ratio"], Mapping):
@@ -176,7 +171,7 @@ def trained_as(key: str) -> str:
     return key_of(options)
 
 
-def _equal_memory(saved: Callable[[Options], int], blocks: int, has_stages: bool) -> dict[str, Options]:
+def _equal_memory(saved: Callable[[Options], int], blocks: int) -> dict[str, Options]:
     """Ways to spread kept positions over the blocks, each with the ratio at which all save the same bytes.
 
     The bytes are those of 0.5 in all blocks, or more where one of the ways cannot do with so few.
@@ -192,11 +187,10 @@ def _equal_memory(saved: Callable[[Options], int], blocks: int, has_stages: bool
         "uniform": lambda ratio: {"keep_ratio": ratio},
         "increasing": lambda ratio: {"keep_ratio": ratio, "schedule": "increasing"},
         "decreasing": lambda ratio: {"keep_ratio": ratio, "schedule": "decreasing"},
+        "careful": lambda ratio: {"keep_ratio": ratio, "schedule": "careful"},
         "first half": lambda ratio: {"keep_ratio": some(ratio, slice(half))},
         "last half": lambda ratio: {"keep_ratio": some(ratio, slice(half, None))},
     }
-    if has_stages:
-        ways["pyramid"] = lambda ratio: {"keep_ratio": ratio, "schedule": "pyramid"}
     if blocks == 1:
         ways = {"uniform": ways["uniform"]}
     for least in (0.125, 0.25, 0.5):

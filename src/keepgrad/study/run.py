@@ -72,7 +72,7 @@ def _ask(subject: Subject, results: Results, path: Path) -> list[Question]:
             progress.update(bar, total=config.prepare)
             subject.prepare(path.with_name("start.safetensors"), lambda steps: progress.advance(bar, steps))
         progress.update(bar, description="equal memory", total=None)
-        asked = questions(subject.has_attention, subject.has_stages, subject.blocks, subject.saved)
+        asked = questions(subject.has_attention, subject.blocks, subject.saved)
         keys = all_keys(asked)
         seeds = [str(config.seed + number) for number in range(config.seeds)] if config.train else []
         # In steps of training; those of a measurement are the draws, the timed ones and their like.

@@ -72,7 +72,6 @@ class Subject:
         if not blocks:
             raise NoSiteError(f"{config.model} has no block that keepgrad knows; study a ViT or a ConvNeXt of timm")
         self.blocks = len({block.name for block in blocks if block.kinds != ("downsample",)})
-        self.has_stages = len({block.stride for block in blocks}) > 1
         self.has_attention = any("attention" in block.kinds for block in blocks)
         self.batches = [batch for _, batch in zip(range(config.batches), self._stream(config.seed), strict=False)]
         self.full = cost(self.model, *self.batches[0], F.cross_entropy)
