@@ -22,6 +22,7 @@ ROWS = {
         ({"preset": "paper"}, 0.56),
         ({"preset": "exact"}, 0.66),
         ({"preset": "accurate"}, 0.50),
+        ({"preset": "balanced"}, 0.44),
         ({"keep_ratio": {"attention": 1.0, "mlp": 0.25}}, 0.42),
         ({"keep_ratio": 0.5}, 0.34),
         ({"keep_ratio": 0.25}, 0.21),
@@ -30,6 +31,8 @@ ROWS = {
     ],
     "convnext_tiny": [
         ({"preset": "paper"}, 0.46),
+        ({"preset": "accurate"}, 0.31),
+        ({"preset": "small"}, 0.18),
         ({"keep_ratio": 0.5}, 0.36),
         ({"keep_ratio": 0.25}, 0.26),
     ],
