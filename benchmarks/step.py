@@ -87,8 +87,8 @@ def methods(model: str) -> dict[str, Change]:
     }
     if "vit" in model:
         rows["keepgrad attention 1, mlp 0.25"] = patched(keep_ratio={"attention": 1.0, "mlp": 0.25})
-        rows["keepgrad accurate"] = patched(preset="accurate")
-    for preset in ("exact", "small", "paper"):
+        rows["keepgrad balanced"] = patched(preset="balanced")
+    for preset in ("exact", "accurate", "small", "paper"):
         rows[f"keepgrad {preset}"] = patched(preset=preset)
     for ratio in (0.5, 0.25):
         rows[f"keepgrad {ratio}"] = patched(keep_ratio=ratio)
