@@ -1,6 +1,7 @@
 """The study: what is asked, what is measured, what is concluded, the report, and going on after an interruption."""
 
 import csv
+import html
 import json
 import math
 import re
@@ -11,7 +12,6 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import keepgrad
 from keepgrad.cli import main
@@ -34,6 +34,12 @@ def finished(tmp_path_factory):
     output = tmp_path_factory.mktemp("study")
     run.study(StudyConfig(**QUICK), output)
     return output
+
+
+def read(folder):
+    results = Results.read(folder / "results.json", {})
+    results.steps, results.seeds = QUICK["train"], ("0", "1")
+    return results
 
 
 def results_in(folder):
@@ -136,9 +142,13 @@ def measured(cosine, size, time=1.0, norm=1.0):
     return Measured(cosine, norm, cosine, 0.0, cosine, size, size, time, [("blocks.0", cosine, norm)])
 
 
+EXACT = key_of({"keep_ratio": 1.0})
+
+
 def study_of(**settings):
     keys = {name: key_of({"keep_ratio": 0.01 * (number + 1)}) for number, name in enumerate(settings)}
-    return keys, Results({}, {keys[name]: one for name, one in settings.items()})
+    results = Results({}, {keys[name]: one for name, one in settings.items()}, steps=9, seeds=("0", "1"))
+    return keys, results
 
 
 def test_the_front_has_what_nothing_smaller_agrees_better_than():
@@ -165,12 +175,22 @@ def test_a_setting_that_trains_worse_is_not_recommended():
         keys["good"]: {"0": Trained(1.0, 0.80, 9), "1": Trained(1.0, 0.698, 9)},
     }
     assert results.against_full(keys["worse"]) == pytest.approx([-0.03, -0.03])
+    results.measured[EXACT] = measured(1.0, 0.6, 1.1)
     assert findings.advice(results).best == keys["good"]
+    assert findings.advice(results).reduced
 
 
-def test_where_nothing_is_good_the_best_agreement_is_named_and_said_to_be_too_little():
-    keys, results = study_of(a=measured(0.9, 0.1), b=measured(0.95, 0.9))
-    assert findings.advice(results) == findings.Advice(keys["b"], keys["b"], keys["b"], False)
+def test_where_no_reduced_gradient_is_good_an_exact_setting_is_named_and_that_is_said():
+    _, results = study_of(a=measured(0.9, 0.1), b=measured(math.nan, 0.2), c=measured(0.999, 0.1, norm=0.5))
+    results.measured[EXACT] = measured(1.0, 0.6, 1.1)
+    assert findings.advice(results) == findings.Advice(EXACT, EXACT, EXACT, False)
+
+
+def test_only_trainings_of_the_same_length_count():
+    keys, results = study_of(a=measured(0.999, 0.1))
+    results.trained = {FULL: {"0": Trained(1.0, 0.8, 9), "1": Trained(1.0, 0.9, 5), "7": Trained(1.0, 0.1, 9)}}
+    assert results.top1(FULL) == [0.8]
+    assert results.against_full(keys["a"]) == []
 
 
 def test_the_line_of_a_setting_can_be_run():
@@ -181,7 +201,7 @@ def test_the_line_of_a_setting_can_be_run():
 
 
 def test_answers_name_the_best_and_what_trains_worse(finished):
-    results = Results.read(finished / "results.json", {})
+    results = read(finished)
     (question,) = [q for q in questions(True, 2, lambda options: 1) if q.name == "mask"]
     cosine = {c.label: results.measured[c.key].cosine for c in question.cases if c.series == "drop"}
     said = findings.answer(question, results)
@@ -231,9 +251,9 @@ def test_the_report_needs_nothing_from_elsewhere(finished):
 
 def test_the_report_says_what_was_found(finished):
     text = (finished / "report.html").read_text()
-    results = Results.read(finished / "results.json", {})
-    best = findings.advice(results).best
-    assert f"{results.measured[best].cosine:.4f}" in text
+    results = read(finished)
+    headline = text[text.index('class="headline"') : text.index("</section>")]
+    assert html.escape(findings.code_of(findings.advice(results).best)) in headline
     for title in ("Which positions?", "How many positions?", "Which layers, at equal memory?", "How is attention"):
         assert title in text
 
@@ -241,7 +261,7 @@ def test_the_report_says_what_was_found(finished):
 def test_tables_and_pictures_are_files_too(finished):
     with (finished / "study.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    results = Results.read(finished / "results.json", {})
+    results = read(finished)
     assert [row["setting"] for row in rows] == [FULL, *map(name_of, results.measured)]
     one = next(row for row in rows if row["setting"] == "fold 0.25")
     key = key_of({"keep_ratio": 0.25})
@@ -255,14 +275,14 @@ def test_tables_and_pictures_are_files_too(finished):
 
 
 def test_a_study_without_training_shows_the_norm_instead(finished, tmp_path):
-    results = results_in(finished)
-    results["trained"] = {}
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    shutil.copy(finished / "start.safetensors", tmp_path)
+    for name in ("results.json", "start.safetensors"):
+        shutil.copy(finished / name, tmp_path)
     run.study(StudyConfig(**{**QUICK, "train": 0, "resume": True, "output": str(tmp_path)}), tmp_path)
     text = (tmp_path / "report.html").read_text()
-    assert "norm ratio" in text
-    assert "against full" not in text.replace("against full backprop", "")
+    assert 'id="mask-norm_ratio-' in text
+    assert 'id="mask-top1-' not in text
+    assert "short trainings" not in text
+    assert results_in(tmp_path)["trained"] == results_in(finished)["trained"]
 
 
 @pytest.fixture(scope="module")
@@ -425,10 +445,37 @@ def _images(folder):
     return folder / "images"
 
 
-def test_a_model_without_sites_is_refused(monkeypatch):
-    monkeypatch.setattr("keepgrad.study.subject.find_blocks", lambda model: [])
-    with pytest.raises(keepgrad.NoSiteError, match="study a ViT or a ConvNeXt"):
-        Subject(StudyConfig(**QUICK))
+def test_a_model_without_sites_is_refused_before_anything_is_done(tmp_path):
+    data = {"data": str(_images(tmp_path)), "model": "resnet10t", "model_kwargs": None, "size": 32}
+    with pytest.raises(keepgrad.NoSiteError, match="has no block that keepgrad knows"):
+        run.study(StudyConfig(**{**QUICK, **data}), tmp_path / "study")
+    assert not (tmp_path / "study").exists()
+
+
+def test_a_pyramid_whose_last_stage_is_one_position(tmp_path):
+    kwargs = {"depths": [1, 1, 1, 1], "dims": [8, 8, 16, 16], "in_chans": 1, "ls_init_value": 0.5}
+    shape = {"model": "convnext_atto", "model_kwargs": kwargs, "size": 32, "prepare": 1, "train": 0}
+    run.study(StudyConfig(**{**QUICK, **shape}), tmp_path)
+    results = Results.read(tmp_path / "results.json", {})
+    assert key_of({"keep_ratio": 0.5}) in results.left_out
+    assert key_of({"keep_ratio": 0.5, "schedule": "careful"}) in results.measured
+    text = (tmp_path / "report.html").read_text()
+    assert "Which layers" not in text
+    assert "How is attention" not in text
+
+
+def test_a_training_that_diverges_counts_against_its_setting_alone(finished, tmp_path, monkeypatch):
+    shutil.copytree(finished, tmp_path / "copy")
+
+    def train(self, options, seed, advance):
+        if options == {"keep_ratio": 0.125}:
+            raise keepgrad.DivergedError("the loss is nan")
+        return Trained(1.0, 0.5, 3)
+
+    monkeypatch.setattr(Subject, "train", train)
+    run.study(StudyConfig(**{**QUICK, "train": 3, "seeds": 1, "resume": True, "output": "x"}), tmp_path / "copy")
+    assert results_in(tmp_path / "copy")["trained"][key_of({"keep_ratio": 0.125})]["0"]["top1"] == 0
+    assert "fold 0.125 (-50.0 points)" in (tmp_path / "copy" / "report.html").read_text()
 
 
 def test_measuring_leaves_the_model_as_it_was():
@@ -439,5 +486,4 @@ def test_measuring_leaves_the_model_as_it_was():
     subject.masks(0.5)
     assert all(torch.equal(value, before[name]) for name, value in subject.model.state_dict().items())
     assert not any("forward" in vars(module) for module in subject.model.modules())
-    assert isinstance(subject.model, nn.Module)
     assert all(parameter.grad is None for parameter in subject.model.parameters())

@@ -26,5 +26,5 @@ def seconds_in_turns(steps: Mapping[str, Callable[[], object]], rounds: int) -> 
 
 def _wait() -> None:
     """Until the accelerator is done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

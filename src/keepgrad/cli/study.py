@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     config = flags.make(StudyConfig, DEFAULT if is_bare else before, file, given)
     if config.model is None and config.checkpoint is None:
         raise ConfigError("give a model of timm, e.g. keepgrad study vit_small_patch16_224 --data images/")
-    if config.data is None and not is_bare and config.model_kwargs != DEFAULT["model_kwargs"]:
+    if config.data is None and not (is_bare or before):
         raise ConfigError("data: give images, a folder or tar with one folder per class")
     output = Path(config.output or new_folder("study"))
     print(study(config, output).to_text())

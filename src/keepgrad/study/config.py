@@ -18,7 +18,9 @@ class StudyConfig:
     """What is studied, and how thoroughly."""
 
     model: str | None = None
-    data: str | None = flag(None, "images: a folder or tar, one folder per class (default: digits)", metavar="PATH")
+    data: str | None = flag(
+        None, "images: a folder or tar, one folder per class (with no model: digits)", metavar="PATH"
+    )
     val: str | None = flag(None, "images to evaluate on, where --data has no val/; else a tenth is held out")
     checkpoint: str | None = flag(None, "weights to study; those of keepgrad train name their model", metavar="FILE")
     model_kwargs: dict[str, Any] | None = flag(
@@ -35,6 +37,7 @@ class StudyConfig:
     seeds: int = flag(3, "such trainings of each setting", metavar="N")
     lr: float = flag(5e-4, "highest learning rate of these steps")
     workers: int = flag(4, "processes that load images; 0: the study itself", metavar="N")
+    cpu: bool = flag(False, "use no accelerator")
     seed: int = flag(0, "seed of everything")
     output: str | None = flag(None, "folder for the report (default: a new one in runs/)", metavar="DIR")
     resume: bool = flag(False, "continue the study in --output; start anew where it is empty", action="store_true")
@@ -52,5 +55,5 @@ class StudyConfig:
     def training(self) -> TrainConfig:
         """The settings that `train` would have for the same model and data."""
         same = {name: getattr(self, name) for name in ("model", "data", "val", "model_kwargs", "size", "crop_pct")}
-        own = {name: getattr(self, name) for name in ("batch_size", "lr", "workers", "seed")}
+        own = {name: getattr(self, name) for name in ("batch_size", "lr", "workers", "seed", "cpu")}
         return TrainConfig(**same, **own, pretrained=self.checkpoint, aug=False, smoothing=0.0)

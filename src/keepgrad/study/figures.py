@@ -10,13 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import KeepgradError
 from ..report import figures
 from ..sampling import Grid
 from .questions import EVERYWHERE, FULL, Question, name_of
 from .results import Results, mean_and_error
 
-__all__ = ["MOST_LAYERS", "agreement", "heat_map", "mask_picture", "pareto", "png", "quality", "svg"]
+__all__ = ["agreement", "heat_map", "mask_picture", "pareto", "png", "quality", "svg"]
 
 Draw = Callable[[Any], None]
 
@@ -39,10 +38,8 @@ def _style(ink: str, line: str) -> dict[str, Any]:
 
 
 def _drawn(panels: Sequence[Draw], size: tuple[float, float], ink: str, line: str, save: Callable[[Any], None]) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise KeepgradError("the report needs matplotlib: pip install 'keepgrad[report]'") from None
+    import matplotlib
+
     with matplotlib.rc_context(_style(ink, line)):  # type: ignore[arg-type]
         figure = figures().Figure(figsize=(size[0] * len(panels), size[1]), layout="constrained")
         for draw, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
@@ -83,7 +80,7 @@ def pareto(results: Results, front: Sequence[str], best: str) -> Draw:
     def draw(axes: Any) -> None:
         def point(key: str) -> tuple[float, float]:
             one = results.measured[key]
-            return one.bytes, min(1.0, max(NEAREST, 1 - one.cosine))
+            return one.bytes, min(1.0, max(1 - one.cosine, NEAREST))
 
         behind = [key for key in results.measured if key not in front]
         axes.scatter(*zip(*map(point, behind), strict=True) if behind else ((), ()), s=14, color=LINE, zorder=2)
@@ -101,17 +98,10 @@ def pareto(results: Results, front: Sequence[str], best: str) -> Draw:
     return draw
 
 
-def _series(question: Question) -> dict[str, list[Any]]:
-    lines: dict[str, list[Any]] = {}
-    for case in question.cases:
-        lines.setdefault(case.series, []).append(case)
-    return lines
-
-
 def _panel(axes: Any, question: Question, values: Callable[[str], tuple[float, float]], title: str) -> None:
     """The values of every setting of a question, with their errors where they have some."""
     labels = list(dict.fromkeys(case.label for case in question.cases))
-    lines = _series(question)
+    lines = question.lines()
     for number, (series, cases) in enumerate(lines.items()):
         shift = 0.12 * (number - (len(lines) - 1) / 2) if question.name != "ratio" else 0
         found = [(labels.index(case.label) + shift, *values(case.key)) for case in cases]

@@ -121,22 +121,16 @@ WIDE = (5.4, 3.8)
 def _headline(results: Results, advice: Advice) -> str:
     one = results.measured[advice.best]
     behind, error = mean_and_error(results.against_full(advice.best))
-    if advice.enough:
-        why = (
-            f"Of the settings whose gradients agree with exact ones (cosine {COSINE:g} or more, length within "
-            f"{NORM:.0%}){'' if math.isnan(behind) else ' and that train as well as full backprop'}, it has the least "
-            "product of memory and time."
-        )
+    bar = f"cosine with exact gradients {COSINE:g} or more, length within {NORM:.0%}"
+    tried = "" if math.isnan(behind) else ", and in training not behind full backprop"
+    if advice.reduced:
+        why = f"Of the settings that are good enough ({bar}{tried}), it has the least product of memory and time."
     else:
-        why = (
-            f"No setting reached a cosine of {COSINE:g} with exact gradients"
-            f"{'' if math.isnan(behind) else ' and trained as well as full backprop'}; this one agrees best. "
-            "Use it with care, or keep full backprop with checkpointing."
-        )
+        why = f"No setting that reduces gradients is good enough here ({bar}{tried}). This one keeps them exact."
     others = []
-    if advice.enough and advice.fastest != advice.best:
+    if advice.fastest != advice.best:
         others.append(_other("Fastest", advice.fastest, results))
-    if advice.enough and advice.smallest != advice.best:
+    if advice.smallest != advice.best:
         others.append(_other("Smallest", advice.smallest, results))
     numbers = [
         (f"{one.bytes:.2f}x", "saved for backward"),
@@ -174,7 +168,7 @@ def _question(question: Question, results: Results) -> list[str]:
         (f"{question.name}-{figure}", f"{question.title} {title}", figures.agreement(question, results, figure, title))
         for figure, title in (("cosine", "cosine with exact gradients"), ("norm_ratio", "norm ratio"))
     ]
-    if results.trained:
+    if results.runs(FULL):
         panels[1:] = [(f"{question.name}-top1", f"{question.title} accuracy", figures.quality(question, results))]
         panels.reverse()
     found = (
@@ -194,7 +188,7 @@ def _tables(question: Question, results: Results) -> list[str]:
 
 def _table(settings: Sequence[tuple[str, str]], results: Results) -> str:
     head = ["setting", "cosine", "norm ratio", "bias", "spread", "saved", "FLOPs", "time", "worst layer"]
-    if results.trained:
+    if results.runs(FULL):
         head += ["accuracy", "against full", "loss"]
     rows = []
     for name, key in settings:
@@ -202,10 +196,10 @@ def _table(settings: Sequence[tuple[str, str]], results: Results) -> str:
         worst = min((cosine for _, cosine, _ in one.layers if cosine is not None), default=math.nan)
         cells = [f"{value:.4f}" for value in (one.cosine, one.norm_ratio, one.bias, one.spread)]
         cells += [f"{value:.2f}x" for value in (one.bytes, one.flops, one.time)] + [f"{worst:.3f}"]
-        if results.trained:
+        if results.runs(FULL):
             cells += _quality_cells(key, results)
         rows.append((name, *cells))
-    if results.trained:
+    if results.runs(FULL):
         rows.append((FULL, *["1.0000"] * 3, "0.0000", *["1.00x"] * 3, "1.000", *_quality_cells(FULL, results)))
     return f'<div class="scroll">{Table("", tuple(head), rows).to_html()}</div>'
 
@@ -248,5 +242,5 @@ def _method(about: Mapping[str, Any], results: Results) -> str:
         f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>"
         for name, value in about["facts"].items()
     )
-    said = [METHOD, TRAININGS] if results.trained else [METHOD]
+    said = [METHOD, TRAININGS] if results.runs(FULL) else [METHOD]
     return "".join(f"<p>{html.escape(text)}</p>" for text in said) + f'<table class="facts">{rows}</table>'

@@ -26,7 +26,18 @@ from ..errors import MapTooSmallError
 from ..ops.attention import METHODS
 from ..sampling import MASKS, REDUCTIONS
 
-__all__ = ["EVERYWHERE", "FULL", "Case", "Question", "all_keys", "key_of", "name_of", "questions", "trained_as"]
+__all__ = [
+    "EVERYWHERE",
+    "FULL",
+    "Case",
+    "Question",
+    "all_keys",
+    "is_exact",
+    "key_of",
+    "name_of",
+    "questions",
+    "trained_as",
+]
 
 Options = Mapping[str, Any]
 
@@ -58,6 +69,13 @@ class Question:
     paper: str
     cases: tuple[Case, ...]
 
+    def lines(self) -> dict[str, list[Case]]:
+        """The cases of each line in the figure."""
+        found: dict[str, list[Case]] = {}
+        for case in self.cases:
+            found.setdefault(case.series, []).append(case)
+        return found
+
 
 def key_of(options: Options) -> str:
     """A setting as text, the same for the same setting."""
@@ -73,7 +91,7 @@ def name_of(key: str) -> str:
     if "preset" in options:
         return f"preset {options['preset']}"
     if options["keep_ratio"] == 1:
-        return ", ".join(["exact", *(f"save {options[name]}" for name in ("save",) if name in options)])
+        return "exact, save input" if "save" in options else "exact"
     ratio, reduce = options["keep_ratio"], options.get("reduce", DEFAULTS["reduce"])
     if isinstance(ratio, dict):
         ratio = f"{ratio['mlp']:g}, MLPs only"
@@ -147,7 +165,8 @@ def questions(has_attention: bool, blocks: int, saved: Callable[[Options], int])
     for ratio in (1.0, 0.5, 0.25):
         ready.setdefault(f"{ratio:g}, save input", {"keep_ratio": ratio, "save": "input"})
     named = tuple(Case(label, "presets", options) for label, options in ready.items())
-    return [*asked, Question("presets", "The presets, and the smallest settings", "", named)]
+    asked.append(Question("presets", "The presets, and the smallest settings", "", named))
+    return [question for question in asked if question.cases]
 
 
 def _without_preset(name: str, has_attention: bool) -> Options:
@@ -160,6 +179,11 @@ def _without_preset(name: str, has_attention: bool) -> Options:
         if isinstance(options["keep_ratio"], Mapping):
             options["keep_ratio"] = options["keep_ratio"]["mlp"]
     return options
+
+
+def is_exact(key: str) -> bool:
+    """Whether a setting has the gradients of full backprop."""
+    return json.loads(key).get("keep_ratio") == 1
 
 
 def trained_as(key: str) -> str:
@@ -193,15 +217,22 @@ def _equal_memory(saved: Callable[[Options], int], blocks: int) -> dict[str, Opt
     }
     if blocks == 1:
         ways = {"uniform": ways["uniform"]}
-    for least in (0.125, 0.25, 0.5):
-        try:
-            smallest = [saved(way(least)) for way in ways.values()]
-            break
-        except MapTooSmallError:
-            if least == 0.5:
-                raise
+    ways = {name: way for name, way in ways.items() if _allowed(way(0.5), saved)}
+    if "uniform" not in ways:
+        return {}
+    least = next(ratio for ratio in (0.125, 0.25, 0.5) if all(_allowed(way(ratio), saved) for way in ways.values()))
+    smallest = [saved(way(least)) for way in ways.values()]
     goal = max(saved({"keep_ratio": 0.5}), *smallest)
     return {name: way(_ratio_at(goal, way, saved, least)) for name, way in ways.items()}
+
+
+def _allowed(options: Options, saved: Callable[[Options], int]) -> bool:
+    """Whether the feature maps are large enough for a setting."""
+    try:
+        saved(options)
+    except MapTooSmallError:
+        return False
+    return True
 
 
 def _ratio_at(

@@ -20,6 +20,9 @@ from .questions import FULL, name_of, trained_as
 __all__ = ["Measured", "Results", "Trained", "mean_and_error"]
 
 
+SAVED = ("about", "measured", "trained", "left_out")
+
+
 @dataclass(frozen=True)
 class Measured:
     """A setting. `bytes`, `flops` and `time` are of a training step, against full backprop.
@@ -49,16 +52,26 @@ class Trained:
 
 @dataclass
 class Results:
-    """By the key of a setting, and by seed. `left_out` has the settings that the model does not allow, and why."""
+    """By the key of a setting, and by seed. `left_out` has the settings that the model does not allow, and why.
+
+    All trainings that were ever run are kept; `steps` and `seeds` say which of them count now.
+    """
 
     about: dict[str, Any]
     measured: dict[str, Measured] = field(default_factory=dict)
     trained: dict[str, dict[str, Trained]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    steps: int = 0
+    seeds: tuple[str, ...] = ()
 
     def write(self, path: Path) -> None:
+        found = dataclasses.asdict(self)
         with written_whole(path) as partial:
-            partial.write_text(json.dumps(dataclasses.asdict(self), indent=1))
+            partial.write_text(json.dumps({name: found[name] for name in SAVED}, indent=1))
+
+    def of(self, keys: Sequence[str]) -> Results:
+        """The part of these settings."""
+        return dataclasses.replace(self, measured={key: self.measured[key] for key in keys if key in self.measured})
 
     @classmethod
     def read(cls, path: Path, about: dict[str, Any]) -> Results:
@@ -89,13 +102,10 @@ class Results:
                 )
         return results
 
-    def is_trained(self, key: str, seed: str, steps: int) -> bool:
-        run = self.trained.get(key, {}).get(seed)
-        return run is not None and run.steps == steps
-
     def runs(self, key: str) -> dict[str, Trained]:
-        """The short trainings of a setting, by seed."""
-        return self.trained.get(trained_as(key), {})
+        """The short trainings of a setting that count, by seed."""
+        found = self.trained.get(trained_as(key), {})
+        return {seed: found[seed] for seed in self.seeds if seed in found and found[seed].steps == self.steps}
 
     def top1(self, key: str) -> list[float]:
         return [run.top1 for run in self.runs(key).values()]
@@ -112,7 +122,7 @@ class Results:
             writer = csv.writer(file)
             trained = ["seeds", "loss", "top1", "against_full", "against_full_error"]
             writer.writerow(["setting", "options", *head, "front", *trained])
-            for key in [FULL, *self.measured] if self.trained else self.measured:
+            for key in [FULL, *self.measured] if self.runs(FULL) else self.measured:
                 losses = [run.loss for run in self.runs(key).values()]
                 means = [mean_and_error(values)[0] for values in (losses, self.top1(key))]
                 quality = [len(losses), *means, *mean_and_error(self.against_full(key))]

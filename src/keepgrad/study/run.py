@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import FileError, KeepgradError, MapTooSmallError, StoppedError
+from ..errors import DivergedError, FileError, KeepgradError, MapTooSmallError, StoppedError
 from ..files import make_folder, written_whole
 from ..report import Table
+from ..report import figures as report_figures
 from ..train.flags import write_yaml
 from . import figures
 from .config import StudyConfig
 from .findings import Advice, advice, code_of, front
 from .page import WIDE, page
 from .questions import FULL, Question, all_keys, name_of, questions, trained_as
-from .results import Results
+from .results import Results, Trained
 from .subject import Subject, described
 
 __all__ = ["study"]
@@ -44,17 +46,21 @@ def study(config: StudyConfig, output: Path) -> Table:
     subject = Subject(config)
     about = subject.about()
     results = Results.read(path, about) if path.exists() else Results(about)
+    results.steps = config.train
+    results.seeds = tuple(str(config.seed + number) for number in range(config.seeds)) if config.train else ()
     make_folder(output)
     write_yaml(output / "config.yaml", config)  # not before: it would replace that of a study this one cannot continue
+    results.write(path)
     try:
         asked = _ask(subject, results, path)
     except KeyboardInterrupt:
         raise StoppedError(
             f"interrupted with {len(results.measured)} settings measured; --resume --output {output} continues"
         ) from None
-    best = advice(results)
-    _write(output, subject, asked, results, best)
-    return _summary(results, best)
+    found = results.of(all_keys(asked))
+    best = advice(found)
+    _write(output, subject, asked, found, best)
+    return _summary(found, best)
 
 
 def _ask(subject: Subject, results: Results, path: Path) -> list[Question]:
@@ -63,6 +69,7 @@ def _ask(subject: Subject, results: Results, path: Path) -> list[Question]:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     except ImportError:
         raise KeepgradError("a study needs rich: pip install 'keepgrad[report]'") from None
+    report_figures()  # says now, not at the end, if there is no matplotlib
 
     config = subject.config
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -74,12 +81,11 @@ def _ask(subject: Subject, results: Results, path: Path) -> list[Question]:
         progress.update(bar, description="equal memory", total=None)
         asked = questions(subject.has_attention, subject.blocks, subject.saved)
         keys = all_keys(asked)
-        seeds = [str(config.seed + number) for number in range(config.seeds)] if config.train else []
         # In steps of training; those of a measurement are the draws, the timed ones and their like.
         once = config.batches * (config.draws + 1) + 2 * (config.rounds + 1) + 2
         todo = [key for key in keys if key not in results.measured and key not in results.left_out]
         trainings = dict.fromkeys([FULL, *map(trained_as, keys)])
-        runs = [(k, seed) for seed in seeds for k in trainings if not results.is_trained(k, seed, config.train)]
+        runs = [(key, seed) for seed in results.seeds for key in trainings if seed not in results.runs(key)]
         progress.reset(bar, total=once * len(todo) + config.train * len(runs))
         for number, key in enumerate(todo, 1):
             progress.update(bar, description=f"{number}/{len(todo)} {name_of(key)}"[:48])
@@ -95,7 +101,12 @@ def _ask(subject: Subject, results: Results, path: Path) -> list[Question]:
                 continue
             progress.update(bar, description=f"training {number}/{len(runs)} {name_of(key)}"[:48])
             options = None if key == FULL else json.loads(key)
-            run = subject.train(options, int(seed), lambda steps: progress.advance(bar, steps))
+            try:
+                run = subject.train(options, int(seed), lambda steps: progress.advance(bar, steps))
+            except DivergedError:
+                if options is None:
+                    raise
+                run = Trained(math.inf, 0.0, config.train)  # a finding about this setting; the others go on
             results.trained.setdefault(key, {})[seed] = run
             results.write(path)
     return asked
@@ -112,7 +123,7 @@ def _write(output: Path, subject: Subject, asked: list[Question], results: Resul
             continue
         cosine = figures.agreement(question, results, "cosine", "cosine with exact gradients")
         norm = figures.agreement(question, results, "norm_ratio", "norm ratio")
-        beside = [figures.quality(question, results), cosine] if results.trained else [cosine, norm]
+        beside = [figures.quality(question, results), cosine] if results.runs(FULL) else [cosine, norm]
         with written_whole(output / f"{question.name}.png") as partial:
             figures.png(partial, beside)
         if question.name == "ratio":
@@ -137,7 +148,8 @@ def _about(subject: Subject, results: Results) -> dict[str, Any]:
     import timm
 
     config = subject.config
-    weights = config.checkpoint or ("random weights" if not config.prepare else f"{config.prepare} steps from scratch")
+    weights = config.checkpoint or "from scratch"
+    weights += f", {config.prepare} steps of full backprop" if config.prepare else ""
     data = config.data or "scikit-learn's digits"
     device = subject.accelerator.device.type
     facts = {
@@ -147,7 +159,7 @@ def _about(subject: Subject, results: Results) -> dict[str, Any]:
         "draws of the masks": config.draws,
         "timed steps": config.rounds,
     }
-    if results.trained:
+    if results.runs(FULL):
         facts["short trainings"] = f"{config.train} steps, {config.seeds} seeds, learning rate {config.lr:g}"
     facts["versions"] = f"torch {torch.__version__}, timm {timm.__version__}, Python {platform.python_version()}"
     threads = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
@@ -161,5 +173,5 @@ def _summary(results: Results, best: Advice) -> Table:
     for what, key in (("recommended", best.best), ("fastest", best.fastest), ("smallest", best.smallest)):
         one = results.measured[key]
         rows.append((what, *(f"{v:.2f}x" for v in (one.bytes, one.time)), f"{one.cosine:.4f}", code_of(key)))
-    title = "" if best.enough else "no setting is good enough; this one agrees best"
-    return Table(title, ("", "saved", "time", "cosine", ""), rows if best.enough else rows[:1])
+    title = "" if best.reduced else "no setting that reduces gradients is good enough here; these are exact"
+    return Table(title, ("", "saved", "time", "cosine", ""), rows)

@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..adapters import find_blocks
-from ..errors import ConfigError, DivergedError, InputError, NoSiteError
+from ..errors import ConfigError, DivergedError, InputError
 from ..fidelity import cost, fidelity
 from ..memory import saved_bytes
-from ..patch import apply, exact, masks_drawn, remove
+from ..patch import apply, exact, masks_drawn, plan, remove
 from ..sampling import MASKS, Grid
 from ..timing import seconds_in_turns
 from ..train.classify import Batch, Classification, evaluate
@@ -42,8 +41,13 @@ def described(config: StudyConfig) -> StudyConfig:
     about = read_weights(Path(config.checkpoint))[1] if config.checkpoint.endswith(".safetensors") else {}
     if "model_kwargs" not in about:
         raise ConfigError(f"{config.checkpoint} does not say what model it is for; name the model as well")
-    size = config.size or about["size"]
-    return dataclasses.replace(config, model=about["model"], model_kwargs=about["model_kwargs"], size=size)
+    found = {
+        "model": about["model"],
+        "model_kwargs": {**about["model_kwargs"], **(config.model_kwargs or {})},
+        "size": config.size or about["size"],
+        "crop_pct": config.crop_pct or about["data_config"].get("crop_pct"),
+    }
+    return dataclasses.replace(config, **found)
 
 
 class Subject:
@@ -55,6 +59,8 @@ class Subject:
     """
 
     def __init__(self, config: StudyConfig) -> None:
+        from timm.data import create_transform
+
         self.config = config
         training = config.training()
         self.accelerator = accelerator_for(training)
@@ -68,18 +74,19 @@ class Subject:
                 f"the data has {len(self.task.source)} training images, but {config.batches} batches of "
                 f"{config.batch_size} need {wanted}; lower batch_size or batches"
             )
-        blocks = find_blocks(self.model)
-        if not blocks:
-            raise NoSiteError(f"{config.model} has no block that keepgrad knows; study a ViT or a ConvNeXt of timm")
-        self.blocks = len({block.name for block in blocks if block.kinds != ("downsample",)})
-        self.has_attention = any("attention" in block.kinds for block in blocks)
+        # As evaluation sees images, without augmentation: what is compared is the gradient of one batch.
+        self.task.transform = create_transform(**self.task.data_config, is_training=False)
+        sites = plan(self.model, keep_ratio=0.5).sites
+        self.blocks = len({site.index for site in sites})
+        self.has_attention = any(site.kind == "attention" for site in sites)
         self.batches = [batch for _, batch in zip(range(config.batches), self._stream(config.seed), strict=False)]
         self.full = cost(self.model, *self.batches[0], F.cross_entropy)
 
     def about(self) -> dict[str, Any]:
         """What makes this study another one than that of other settings."""
-        fixed = ("model", "model_kwargs", "size", "batch_size", "batches", "draws", "prepare", "lr", "seed")
-        about = {name: getattr(self.config, name) for name in fixed}
+        what = ("model", "model_kwargs", "size", "crop_pct", "data", "val")
+        how = ("batch_size", "batches", "draws", "prepare", "lr", "seed")
+        about = {name: getattr(self.config, name) for name in what + how}
         about["images"] = len(self.task.source)
         about["weights"] = hashlib.sha256(b"".join(map(_bytes, self.model.state_dict().values()))).hexdigest()[:16]
         return about
