@@ -33,7 +33,9 @@ class StudyConfig:
     draws: int = flag(4, "draws of the masks for each batch", metavar="N")
     rounds: int = flag(5, "steps that are timed, in turns with full backprop", metavar="N")
     prepare: int = flag(0, "steps of full backprop before the study, for weights that mean something", metavar="STEPS")
-    train: int = flag(0, "steps of a short training with every setting, from the weights that are studied")
+    train: int = flag(
+        0, "steps of a short training with every setting, from the weights that are studied", metavar="STEPS"
+    )
     seeds: int = flag(3, "such trainings of each setting", metavar="N")
     lr: float = flag(5e-4, "highest learning rate of these steps")
     workers: int = flag(4, "processes that load images; 0: the study itself", metavar="N")
