@@ -473,8 +473,8 @@ def test_a_training_that_diverges_counts_against_its_setting_alone(finished, tmp
         return Trained(1.0, 0.5, 3)
 
     monkeypatch.setattr(Subject, "train", train)
-    run.study(StudyConfig(**{**QUICK, "train": 3, "seeds": 1, "resume": True, "output": "x"}), tmp_path / "copy")
-    assert results_in(tmp_path / "copy")["trained"][key_of({"keep_ratio": 0.125})]["0"]["top1"] == 0
+    run.study(StudyConfig(**{**QUICK, "train": 3, "resume": True, "output": "x"}), tmp_path / "copy")
+    assert results_in(tmp_path / "copy")["trained"][key_of({"keep_ratio": 0.125})]["1"]["top1"] == 0
     assert "fold 0.125 (-50.0 points)" in (tmp_path / "copy" / "report.html").read_text()
 
 

@@ -12,8 +12,12 @@ from . import detect, estimate, evaluate, fidelity, study, train
 __all__ = ["main"]
 
 COMMANDS = {
-    **{"train": train, "eval": evaluate, "detect": detect},
-    **{"study": study, "estimate": estimate, "fidelity": fidelity},
+    "train": train,
+    "eval": evaluate,
+    "detect": detect,
+    "study": study,
+    "estimate": estimate,
+    "fidelity": fidelity,
 }
 
 

@@ -205,13 +205,12 @@ def _table(settings: Sequence[tuple[str, str]], results: Results) -> str:
 
 
 def _quality_cells(key: str, results: Results) -> list[str]:
-    losses = [run.loss for run in results.runs(key).values()]
-    if not losses:
+    if not results.runs(key):
         return ["-", "-", "-"]
     behind, error = mean_and_error(results.against_full(key))
     spread = "" if math.isnan(error) else f" ± {100 * error:.1f}"
     mean = mean_and_error(results.top1(key))[0]
-    return [f"{100 * mean:.1f}%", f"{100 * behind:+.1f}{spread}", f"{mean_and_error(losses)[0]:.3f}"]
+    return [f"{100 * mean:.1f}%", f"{100 * behind:+.1f}{spread}", f"{results.loss(key):.3f}"]
 
 
 def _details(summary: str, parts: Sequence[str]) -> str:

@@ -44,7 +44,6 @@ Options = Mapping[str, Any]
 FULL = "full backprop"
 RATIOS = tuple(n / 8 for n in range(1, 8))
 EVERYWHERE, MLP_ONLY, QUERIES = "all branches", "MLPs only", "MLPs and queries"
-PAPER_WAY = "drop"
 
 
 @dataclass(frozen=True)
@@ -121,11 +120,7 @@ def questions(has_attention: bool, blocks: int, saved: Callable[[Options], int])
             "mask",
             "Which positions?",
             "A grid is better than a random mask.",
-            tuple(
-                Case(mask, reduce, {"keep_ratio": 0.5, "mask": mask, "reduce": reduce})
-                for reduce in (PAPER_WAY, "fold")
-                for mask in MASKS
-            ),
+            _at_half("mask", MASKS),
         ),
         Question(
             "reduce",
@@ -154,11 +149,7 @@ def questions(has_attention: bool, blocks: int, saved: Callable[[Options], int])
                 "attention",
                 "How is attention reduced?",
                 "Dropping all of q, k and v is better than dropping queries or heads.",
-                tuple(
-                    Case(method, reduce, {"keep_ratio": 0.5, "attention": method, "reduce": reduce})
-                    for reduce in (PAPER_WAY, "fold")
-                    for method in METHODS
-                ),
+                _at_half("attention", METHODS),
             )
         )
     ready = {f"preset {name}": _without_preset(name, has_attention) for name in PRESETS}
@@ -167,6 +158,15 @@ def questions(has_attention: bool, blocks: int, saved: Callable[[Options], int])
     named = tuple(Case(label, "presets", options) for label, options in ready.items())
     asked.append(Question("presets", "The presets, and the smallest settings", "", named))
     return [question for question in asked if question.cases]
+
+
+def _at_half(option: str, values: Sequence[str]) -> tuple[Case, ...]:
+    """The values of an option at 0.5: with drop as in the paper, and with fold."""
+    return tuple(
+        Case(value, reduce, {"keep_ratio": 0.5, option: value, "reduce": reduce})
+        for reduce in ("drop", "fold")
+        for value in values
+    )
 
 
 def _without_preset(name: str, has_attention: bool) -> Options:

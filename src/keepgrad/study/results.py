@@ -110,6 +110,11 @@ class Results:
     def top1(self, key: str) -> list[float]:
         return [run.top1 for run in self.runs(key).values()]
 
+    def loss(self, key: str) -> float:
+        """The mean; infinite if one of the trainings diverged, NaN if there is none."""
+        losses = [run.loss for run in self.runs(key).values()]
+        return statistics.fmean(losses) if losses else math.nan
+
     def against_full(self, key: str) -> list[float]:
         """Differences in accuracy from full backprop, seed by seed."""
         plain = self.runs(FULL)
@@ -123,9 +128,8 @@ class Results:
             trained = ["seeds", "loss", "top1", "against_full", "against_full_error"]
             writer.writerow(["setting", "options", *head, "front", *trained])
             for key in [FULL, *self.measured] if self.runs(FULL) else self.measured:
-                losses = [run.loss for run in self.runs(key).values()]
-                means = [mean_and_error(values)[0] for values in (losses, self.top1(key))]
-                quality = [len(losses), *means, *mean_and_error(self.against_full(key))]
+                top1 = mean_and_error(self.top1(key))[0]
+                quality = [len(self.runs(key)), self.loss(key), top1, *mean_and_error(self.against_full(key))]
                 one = self.measured.get(key)
                 values = [getattr(one, name) for name in head] if one else [1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
                 cells = [_rounded(value) for value in (*values, key in front, *quality)]

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..adapters import find_blocks
 from ..errors import ConfigError, DivergedError, InputError
 from ..fidelity import cost, fidelity
 from ..memory import saved_bytes
@@ -77,7 +78,7 @@ class Subject:
         # As evaluation sees images, without augmentation: what is compared is the gradient of one batch.
         self.task.transform = create_transform(**self.task.data_config, is_training=False)
         sites = plan(self.model, keep_ratio=0.5).sites
-        self.blocks = len({site.index for site in sites})
+        self.blocks = sum(block.kinds != ("downsample",) for block in find_blocks(self.model))
         self.has_attention = any(site.kind == "attention" for site in sites)
         self.batches = [batch for _, batch in zip(range(config.batches), self._stream(config.seed), strict=False)]
         self.full = cost(self.model, *self.batches[0], F.cross_entropy)
