@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,13 +26,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
-from ._torch import TorchDispatchMode, backward, fake_tensors, in_backward, tree_leaves, tree_map_only
+from ._torch import backward, fake_tensors, tree_leaves, tree_map_only
 from .errors import ConfigError, InputError
+from .ledger import Ledger
 from .patch import draws_set_aside
 from .report import Report, Table, figures, readable_bytes
 
@@ -147,7 +145,7 @@ def estimate(
         named = {**_all_named(model.named_parameters), **_all_named(model.named_buffers)}
         fakes = {f"model.{name}": own[id(t)] for name, t in named.items()}
         arguments = _batch_without_data(batch, next(iter(own.values()), None))
-        ledger = stack.enter_context(_Ledger(model))
+        ledger = stack.enter_context(Ledger(model))
         for parameter in model.parameters():
             ledger.add_parameter(own[id(parameter)])
         for t in (*own.values(), *(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))):
@@ -160,7 +158,7 @@ def estimate(
             given = f"of shape {tuple(batch)}" if _is_shape(batch) else f"({type(batch).__name__})"
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InputError(f"the training step fails on a batch {given}: {reason}") from error
-    return ledger.report(optimizer=state)
+    return _report(ledger, optimizer=state)
 
 
 def measure(step: Callable[[], object], *, model: nn.Module | None = None) -> MemoryReport:
@@ -182,14 +180,14 @@ def measure(step: Callable[[], object], *, model: nn.Module | None = None) -> Me
         torch.cuda.reset_peak_memory_stats()
     with (
         profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found,
-        _Ledger(model) as ledger,
+        Ledger(model) as ledger,
     ):
         step()
     if any(record.device == "cuda" for record in ledger.records):
         torch.cuda.synchronize()
         ledger.records = [record for record in ledger.records if record.device == "cuda"]
-        return ledger.report(total=torch.cuda.max_memory_allocated())
-    return ledger.report(allocated=_allocator_peak(found))
+        return _report(ledger, total=torch.cuda.max_memory_allocated())
+    return _report(ledger, allocated=_allocator_peak(found))
 
 
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
@@ -213,7 +211,7 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
 def peak_bytes(step: Callable[[], object]) -> int:
     """The most bytes that tensors made during `step` occupy at one time, on any device; what kernels use inside is
     not seen."""
-    with _Ledger(None) as ledger:
+    with Ledger(None) as ledger:
         step()
     return ledger.peak([record for record in ledger.records if record.born])[0]
 
@@ -233,153 +231,25 @@ def in_training(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-@dataclass
-class _Record:
-    """The life of a storage, in events of the ledger."""
+def _report(ledger: Ledger, optimizer: int = 0, total: int | None = None, allocated: int | None = None) -> MemoryReport:
+    """The parts at the peak.
 
-    size: int
-    kind: str
-    device: str
-    module: str
-    born: int  # 0: it was there before
-    from_forward: bool
-    died: int | None = None
-
-
-class _Ledger(TorchDispatchMode):
-    """Writes down every storage that operations make or touch, until it is freed."""
-
-    def __init__(self, model: nn.Module | None) -> None:
-        super().__init__()
-        self.records: list[_Record] = []
-        self.of: weakref.WeakKeyDictionary[Any, _Record] = weakref.WeakKeyDictionary()
-        self.events = 0
-        self.names = {} if model is None else {id(module): name for name, module in model.named_modules()}
-        self.inside: list[str] = [""]
-        self.parameters: dict[int, Tensor] = {}  # those with a record, by identity
-        self.hooks: list[Any] = []
-        self.finalizers: list[weakref.finalize] = []
-
-    def __enter__(self) -> _Ledger:
-        self.hooks = [
-            register_module_forward_pre_hook(lambda module, _: self.inside.append(self._name(module))),
-            register_module_forward_hook(lambda *_: self._leave(), always_call=True),
-            register_optimizer_step_post_hook(lambda optimizer, *_: self._add_state(optimizer)),
-        ]
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for hook in self.hooks:
-            hook.remove()
-        # A finalizer that waits for a storage would hold the ledger, and that the parameters.
-        for finalizer in self.finalizers:
-            finalizer.detach()
-        self.parameters.clear()
-
-    def _name(self, module: nn.Module) -> str:
-        return self.names.get(id(module), self.inside[-1])
-
-    def _leave(self) -> None:
-        self.inside.pop()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, nn.Parameter):
-                self.add_parameter(tensor)
-            elif isinstance(tensor, Tensor):
-                self.add(tensor, "other", before=True)
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self.add(tensor, "temporary")
-        return out
-
-    def add_parameter(self, parameter: Tensor) -> None:
-        if id(parameter) in self.parameters:
-            return
-        self.parameters[id(parameter)] = parameter
-        self.add(parameter, "parameters", before=True)
-        if parameter.requires_grad:
-            if parameter.grad is not None:
-                self.add(parameter.grad, "gradients", before=True)
-            self.hooks.append(parameter.register_post_accumulate_grad_hook(self._add_gradient))
-
-    def _add_gradient(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self.rename(parameter.grad, "gradients")
-
-    def _add_state(self, optimizer: torch.optim.Optimizer) -> None:
-        for tensor in tree_leaves([dict(state) for state in optimizer.state.values()]):
-            if isinstance(tensor, Tensor):
-                self.rename(tensor, "optimizer")
-
-    def rename(self, tensor: Tensor, kind: str) -> None:
-        """What a tensor is can show later than the tensor itself."""
-        self.add(tensor, kind)
-        storage = _storage(tensor)
-        if storage is not None:
-            self.of[storage].kind = kind
-
-    def add(self, tensor: Tensor, kind: str, before: bool = False) -> None:
-        """Begin the record of a storage that has none; `before` says that it was there before the step."""
-        storage = _storage(tensor)
-        if storage is None or storage in self.of:
-            return
-        self.events += 1
-        born = 0 if before else self.events
-        record = _Record(storage.nbytes(), kind, tensor.device.type, self.inside[-1], born, not in_backward())
-        self.records.append(record)
-        self.of[storage] = record
-        self.finalizers.append(weakref.finalize(storage, self._free, record))
-
-    def _free(self, record: _Record) -> None:
-        self.events += 1
-        record.died = self.events
-        if record.kind == "temporary" and record.from_forward and in_backward():
-            record.kind = "activations"
-
-    def peak(self, records: Sequence[_Record]) -> tuple[int, int]:
-        """The largest number of bytes that these records have at one time, and when."""
-        changes = sorted(
-            [(record.born, record.size) for record in records]
-            + [(record.died, -record.size) for record in records if record.died is not None]
-        )
-        now, most, when = 0, 0, 0
-        for event, change in changes:
-            now += change
-            if now > most:
-                most, when = now, event
-        return most, when
-
-    def report(self, optimizer: int = 0, total: int | None = None, allocated: int | None = None) -> MemoryReport:
-        """The parts at the peak.
-
-        `optimizer` is the state of an optimizer that was not run. `total` is the peak, or `allocated` what the step had
-        allocated then, by the allocator's own account.
-        """
-        _, when = self.peak(self.records)
-        alive = [r for r in self.records if r.born <= when and (r.died is None or r.died > when)]
-        parts = dict.fromkeys(PARTS, 0)
-        modules: dict[str, int] = {}
-        for record in alive:
-            parts[record.kind] += record.size
-            if record.kind == "activations":
-                modules[record.module] = modules.get(record.module, 0) + record.size
-        parts["optimizer"] += optimizer
-        if allocated is not None:
-            total = allocated + sum(record.size for record in alive if record.born == 0)
-        if total is not None:
-            parts["temporary"] = max(0, total - sum(size for part, size in parts.items() if part != "temporary"))
-        return MemoryReport(**parts, modules=modules)
-
-
-def _storage(tensor: Tensor) -> Any:
-    """The storage of a tensor; None for kinds that have none of their own, such as sparse ones."""
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None
+    `optimizer` is the state of an optimizer that was not run. `total` is the peak, or `allocated` what the step had
+    allocated then, by the allocator's own account.
+    """
+    alive = ledger.at_peak()
+    parts = dict.fromkeys(PARTS, 0)
+    modules: dict[str, int] = {}
+    for record in alive:
+        parts[record.kind] += record.size
+        if record.kind == "activations":
+            modules[record.module] = modules.get(record.module, 0) + record.size
+    parts["optimizer"] += optimizer
+    if allocated is not None:
+        total = allocated + sum(record.size for record in alive if record.born == 0)
+    if total is not None:
+        parts["temporary"] = max(0, total - sum(size for part, size in parts.items() if part != "temporary"))
+    return MemoryReport(**parts, modules=modules)
 
 
 class _Step(nn.Module):
