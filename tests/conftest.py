@@ -10,7 +10,7 @@ import timm
 import torch
 
 from keepgrad.ops.oracle import Matrices, matrices
-from keepgrad.sampling import Grid, Kept, sample
+from keepgrad.sampling import Kept, Layout, sample
 
 # One thread a process, here and in those that tests start: two tests run at a time, and sums keep their order.
 torch.set_num_threads(1)
@@ -73,14 +73,14 @@ def groups_of(kept: Kept) -> list[list[int]]:
     return [(kept.slot_of_flat[: kept.positions] == slot).nonzero().squeeze(1).tolist() for slot in range(kept.slots)]
 
 
-def draw(seed: int, grid: Grid, ratio: float, mask: str, reduce: str, batch: int = 2) -> Kept | None:
+def draw(seed: int, grid: Layout, ratio: float, mask: str, reduce: str, batch: int = 2) -> Kept | None:
     return sample(torch.tensor(seed), batch, grid, ratio, mask, reduce)
 
 
-def written_out(seed: int, grid: Grid, ratio: float, mask: str, reduce: str) -> Matrices:
+def written_out(seed: int, grid: Layout, ratio: float, mask: str, reduce: str) -> Matrices:
     """The matrices of the mask that a model with `seed` draws in its first step."""
     kept = draw(seed, grid, ratio, mask, reduce)
-    positions = grid.prefix + grid.height * grid.width
+    positions = grid.positions
     if kept is None:
         every = list(range(positions))
         return matrices([[p] for p in every], every, positions, "drop")

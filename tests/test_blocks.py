@@ -7,7 +7,7 @@ from conftest import assert_same, convnext, images, vit, written_out
 from timm.layers import GluMlp, RmsNorm, SwiGLU
 
 import keepgrad
-from keepgrad import Grid
+from keepgrad import Layout
 from keepgrad.ops.oracle import Piece, attend, reduced_branch
 from keepgrad.sampling import MASKS, REDUCTIONS
 
@@ -18,7 +18,7 @@ def oracle_vit(model, x, ratios, mask, reduce, method, save):
     """The forward of a small ViT with the reduced gradients grafted on, written from the modules."""
     attention_ratio, mlp_ratio = ratios
     side = model.patch_embed.grid_size[0]
-    grid = Grid(side, side, model.num_prefix_tokens)
+    grid = Layout((side, side), model.num_prefix_tokens)
     heavy = save == "heavy"
     x = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x))))
     for block in model.blocks:
@@ -158,7 +158,7 @@ def oracle_convnext(model, x, ratio, mask, reduce, save, downsample):
             height, width = x.shape[2] // 2, x.shape[3] // 2
             patches = x.unflatten(3, (width, 2)).unflatten(2, (height, 2)).permute(0, 2, 4, 3, 5, 1)
             patches = patches.flatten(3).flatten(1, 2)
-            reduction = written_out(SEED, Grid(height, width, cell=2 ** (coarsest - number)), ratio, mask, reduce)
+            reduction = written_out(SEED, Layout((height, width), cell=2 ** (coarsest - number)), ratio, mask, reduce)
 
             def on_patches(rows, norm=norm, conv=conv):
                 maps = rows.flatten(0, 1).view(-1, 2, 2, conv.in_channels).permute(0, 3, 1, 2)
@@ -171,7 +171,7 @@ def oracle_convnext(model, x, ratio, mask, reduce, save, downsample):
         for block in stage.blocks:
             mixed = block.conv_dw(x)
             height, width = mixed.shape[2:]
-            reduction = written_out(SEED, Grid(height, width, cell=2 ** (coarsest - number)), ratio, mask, reduce)
+            reduction = written_out(SEED, Layout((height, width), cell=2 ** (coarsest - number)), ratio, mask, reduce)
 
             def linear(rows, layer):
                 return F.linear(rows, layer.weight.flatten(1), layer.bias)

@@ -20,7 +20,7 @@ def test_plan_shows_every_site_and_leaves_the_model_alone():
     assert "forward" not in vars(model)
     text = str(plan)
     assert text.count("blocks.0") == 2
-    assert "attention  0.5   grid  drop    qkv" in text
+    assert "attention  1     0.5   grid  drop    qkv" in text
     assert "0.31x" in text
     assert json.loads(plan.to_json())["sites"][0]["keep_ratio"] == 0.5
     assert keepgrad.apply(model, keep_ratio=0.5, reduce="drop") == plan
@@ -96,7 +96,7 @@ def test_branches_that_cannot_be_reduced_are_listed_with_the_reason():
     model.blocks[0].mlp.register_forward_hook(lambda *_: None)
     plan = keepgrad.plan(model, keep_ratio=0.5)
     assert len(plan.sites) == 3
-    assert "left alone: blocks.0.mlp: Mlp is not known to be position-wise, or has hooks" in str(plan)
+    assert "left alone: blocks.0.mlp: Mlp has hooks, which expect to see every position once" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_expected_saving_is_what_is_measured(options, form):
 def test_convnext_expected_saving():
     model = convnext()
     plan = keepgrad.plan(model, keep_ratio=0.5)
-    (site,) = {(s.saved / s.plain) for s in plan.sites}
-    assert site == pytest.approx(5 * 0.5 / 11)
+    for site in plan.sites:
+        assert site.saved / site.plain == pytest.approx(5 * 0.5 / 11, abs=0.01)
 
 
 def test_two_models_in_one_have_stages_of_their_own():

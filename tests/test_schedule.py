@@ -1,7 +1,7 @@
 import pytest
 
 from keepgrad.errors import ConfigError
-from keepgrad.schedule import careful, choose, ratios
+from keepgrad.schedule import careful, choose, paper_layers, ratios
 
 NAMES = [f"blocks.{i}" for i in range(12)]
 
@@ -15,10 +15,17 @@ def test_schedules_have_the_same_mean():
 
 
 def test_a_careful_schedule_keeps_less_where_a_model_is_fine_and_all_where_it_is_coarse():
-    assert [careful(0.5, n, stride, 1, 8) for n, stride in enumerate((1, 2, 4, 8))] == [0.25, 0.5, 0.5, 1.0]
-    assert [careful(0.8, n, stride, 1, 2) for n, stride in enumerate((1, 2))] == pytest.approx([0.6, 1.0])
-    assert careful(1.0, 0, 1, 1, 8) == 1.0
-    assert [careful(0.5, n, 1, 1, 1) for n in range(3)] == [1.0, 0.5, 0.5]
+    four, two, one = {0: 0, 1: 1, 2: 2, 3: 3}, {0: 0, 1: 1}, {4: 0, 5: 0, 6: 0}
+    assert [careful(0.5, four, index) for index in four] == [0.25, 0.5, 0.5, 1.0]
+    assert [careful(0.8, two, index) for index in two] == pytest.approx([0.6, 1.0])
+    assert careful(1.0, four, 0) == 1.0
+    assert [careful(0.5, one, index) for index in one] == [1.0, 0.5, 0.5]
+
+
+def test_the_papers_layers():
+    assert paper_layers(dict.fromkeys(range(12), 0)) == set(range(4, 12))
+    stages = [0] * 3 + [1] * 3 + [2] * 9 + [3] * 3
+    assert paper_layers(dict(enumerate(stages))) == set(range(12))
 
 
 def test_lists_and_functions():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from conftest import draw
 
-from keepgrad import Grid
+from keepgrad import Layout
 from keepgrad.ops.chain import run
 from keepgrad.ops.stages import LayerNorm, gelu, layer_norm, linear, rms_norm
 
@@ -57,7 +57,7 @@ def test_gradcheck_between_matmuls(name, save):
     x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
 
     def chain(x, first, last, *_):
-        return run([linear((first, None)), link, linear((last, None))], x, None, save, x)
+        return run([linear(first), link, linear(last)], x, None, save, x)
 
     assert torch.autograd.gradcheck(chain, (x, first, last, *tensors))
 
@@ -66,7 +66,7 @@ def test_gradcheck_between_matmuls(name, save):
 def test_kept_rows_are_those_of_the_whole(name):
     """With drop, the gradient of the parameters is that of the kept rows, and dropped rows get none."""
     link, fn, tensors = cases()[name]
-    kept = draw(0, Grid(3, 4), 0.5, "grid", "drop")
+    kept = draw(0, Layout((3, 4)), 0.5, "grid", "drop")
     x = torch.randn(2, 12, 6, dtype=torch.float64, requires_grad=True)
     dy = torch.randn_like(x)
     mask = torch.zeros(12, dtype=torch.float64).index_fill(0, kept.picked, 1).view(1, 12, 1)

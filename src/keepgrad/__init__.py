@@ -5,6 +5,7 @@ would do, `with keepgrad.exact(model):` is full backprop for a while, and `keepg
 `estimate`, `measure` and `fit` answer for memory, `fidelity` and `compare` for the quality of the gradients.
 """
 
+from .adapters import Adapter, Attention, LinearOf, Scale, Unsupported, adapts
 from .budget import Fit, fit
 from .config import KeepConfig
 from .errors import (
@@ -26,12 +27,14 @@ from .memory import MemoryReport, estimate, measure
 from .ops.algorithm1 import sbp
 from .patch import apply, exact, plan, remove
 from .plan import Plan, Site
-from .sampling import Grid, kept_indices
+from .sampling import Layout, kept_indices
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adapter",
     "AlreadyAppliedError",
+    "Attention",
     "BudgetError",
     "CheckpointingError",
     "Comparison",
@@ -40,17 +43,21 @@ __all__ = [
     "FidelityReport",
     "FileError",
     "Fit",
-    "Grid",
     "InputError",
     "KeepConfig",
     "KeepgradError",
+    "Layout",
+    "LinearOf",
     "MapTooSmallError",
     "MemoryReport",
     "NoSiteError",
     "NotAppliedError",
     "Plan",
+    "Scale",
     "Site",
     "StoppedError",
+    "Unsupported",
+    "adapts",
     "apply",
     "compare",
     "estimate",

@@ -7,7 +7,7 @@ a whole downsampling layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from .adapters import Block
 from .config import KeepConfig
 from .ops.algorithm1 import put_together
-from .ops.branch import AttentionBranch
+from .ops.branch import BoundAttention
 from .ops.chain import run_stages
 from .ops.stages import Link, Noise
 from .plan import make_plan
-from .sampling import Grid, sample
+from .sampling import Layout, sample
 
 __all__ = ["algorithm1"]
 
@@ -38,31 +38,31 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if not self.block.module.training:
             return type(self.block.module).forward(self.block.module, *args, **kwargs)
-        return self.block.adapter.forward(self.block, self._run, *args, **kwargs)
+        return self.block.adapter.forward(self.block.module, self._run, *args, **kwargs)
 
     def _run(
         self,
         kind: str,
         x: Tensor,
-        grid: tuple[int, int],
-        prefix: int,
-        own: Callable[[Tensor], Tensor],
         residual: Tensor | None = None,
+        shape: tuple[int, ...] | None = None,
         **options: Any,
     ) -> Tensor:
+        branch = self.block.compile(kind).bind(**options)
         if kind not in self.ratios:
-            return own(x)
-        split = _split(Grid(*grid, prefix), self.ratios[kind], x.device)
-        branch = self.block.adapter.branch(self.block.module, kind, **options)
-        if isinstance(branch, AttentionBranch):
+            out = branch.plain(x)
+            return out if residual is None else residual + out
+        split = _split(x.shape[1], shape, self.block.prefix or 0, self.ratios[kind], x.device)
+        attention = branch.attention
+        if attention is not None:
             fused = getattr(self.block.module.attn, "fused_attn", True)
-            attend = branch.attend if fused else lambda some: _attend_unfused(branch, some)
-            rows = run_stages([*branch.before, branch.projection], x)
+            attend = attention.attend if fused else lambda some: _attend_unfused(attention, some)
+            rows = run_stages([*branch.before, attention.projection], x)
             out = run_stages(branch.after, put_together(attend, rows, *split))
         else:
             # Noise at the end is drawn for all rows at once, so it stays outside.
             before = 1 if "attention" in self.block.kinds else 0
-            links: list[Link] = list(branch.links)
+            links: list[Link] = list(branch.before)
             end = len(links)
             while isinstance(links[end - 1][0], Noise):
                 end -= 1
@@ -72,17 +72,23 @@ class _Forward:
         return out if residual is None else residual + out
 
 
-def _split(grid: Grid, keep_ratio: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def _split(
+    count: int, shape: tuple[int, ...] | None, prefix: int, keep_ratio: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """The kept and the dropped positions, in a number that the ratio alone decides."""
-    positions = torch.arange(grid.prefix + grid.height * grid.width, device=device)
-    kept = sample(torch.randint(2**62, (), device=device), 1, grid, keep_ratio, "grid", "drop")
+    side = math.isqrt(count - prefix)
+    square = (side, side) if side * side == count - prefix else (count - prefix,)
+    layout = Layout(square, prefix) if shape is None else Layout(tuple(shape))
+    positions = torch.arange(count, device=device)
+    kept = sample(torch.randint(2**62, (), device=device), 1, layout, keep_ratio, "grid", "drop")
     picked = positions if kept is None else kept.picked
     order = torch.ones_like(positions).index_fill(0, picked, 0).argsort(stable=True)
     return order[: len(picked)], order[len(picked) :]
 
 
-def _attend_unfused(branch: AttentionBranch, qkv: Tensor) -> Tensor:
+def _attend_unfused(attention: BoundAttention, qkv: Tensor) -> Tensor:
     """Attention by matmuls and a softmax, whose matrix autograd keeps, as before there were fused kernels."""
-    q, k, v = branch.heads_of(qkv)
+    heads = attention.core.heads
+    q, k, v = (rows.unflatten(-1, (heads, -1)).transpose(1, 2) for rows in qkv.split(attention.core.sections, -1))
     weights = (q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(-1)
     return (weights @ v).transpose(1, 2).flatten(2)

@@ -60,6 +60,7 @@ class KeepConfig:
         mlp: whether MLP branches are reduced.
         downsample: whether downsampling layers between stages are reduced.
         save: "heavy" or "input", or one for each of `{"attention": ..., "mlp": ...}`.
+        modules: `{"mlp": MyMlp}`: a class or modules of your own that work on each position alone, which become sites.
         seed: makes the masks a sequence of their own; None derives them from torch's random state.
 
     Raises:
@@ -76,6 +77,7 @@ class KeepConfig:
     mlp: bool | None = None
     downsample: bool | None = None
     save: str | Mapping[str, str] | None = None
+    modules: Mapping[str, Any] | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -98,6 +100,8 @@ class KeepConfig:
             raise ConfigError(f"seed={self.seed!r}: give a whole number or None")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63 - 2**32:
             raise ConfigError(f"seed={self.seed!r} does not fit into 64 bits; give a smaller number")
+        if self.modules is not None and (not isinstance(self.modules, Mapping) or set(self.modules) != {"mlp"}):
+            raise ConfigError(f"modules={self.modules!r}: give {{'mlp': MyMlp}}, a class, a module or a list of them")
         if self.layers is not None:
             parse_layers(self.layers)
         if isinstance(self.keep_ratio, Mapping):
@@ -118,7 +122,8 @@ class KeepConfig:
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "preset"}
         given = {name: value for name, value in given.items() if value is not None}
         values = {**DEFAULTS, **(PRESETS[preset] if preset else {}), **given}
-        return Settings(preset=preset, given=frozenset(given), seed=values.pop("seed", None), **values)
+        values = {"seed": None, "modules": None, **values}
+        return Settings(preset=preset, given=frozenset(given), **values)
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,7 @@ class Settings:
     mlp: bool
     downsample: bool
     save: str | Mapping[str, str]
+    modules: Mapping[str, Any] | None
     seed: int | None
 
     def save_of(self, kind: str) -> str:

@@ -2,8 +2,9 @@
 
 A patched block has an attribute `forward` of its own, a `_BlockForward`, which runs its branches in the engine while
 training and the class's own forward otherwise. The model itself gets a `_RootForward`, which marks where a training
-step begins and ends. Nothing else changes: no class, no module, no parameter, no buffer. Both are plain picklable
-objects, and copies of a model get copies of them.
+step begins and ends, and the layer that cuts images into patches an `_EmbedForward`, which notes how many there are
+each way. Nothing else changes: no class, no module, no parameter, no buffer. All are plain picklable objects, and copies
+of a model get copies of them.
 
 Masks are drawn once a step and shared by all sites. The number they derive from is read off torch's CPU random
 stream at the first site and the stream is put back, so dropout and drop path draw what they would draw without
@@ -14,6 +15,7 @@ recomputed checkpoint), a site that comes a second time begins a new draw, of th
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,12 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._torch import has_hooks
 from .adapters import Block, Unsupported
+from .adapters.modules import Attention, Program
+from .adapters.position_wise import NotRows
 from .config import KeepConfig
 from .errors import AlreadyAppliedError, MapTooSmallError, NotAppliedError
-from .ops.branch import AttentionBranch
 from .plan import Plan, Site, config_from, make_plan
-from .sampling import Grid, Kept, hashed, sample, slot_count
+from .sampling import Kept, Layout, hashed, sample, slot_count
 
 __all__ = ["apply", "exact", "plan", "remove"]
 
@@ -62,9 +66,11 @@ def apply(model: nn.Module, config: KeepConfig | None = None, **options: Any) ->
     shared = _Shared(config.seed)
     for block, sites in entries:
         block.module.forward = _BlockForward(block, sites, shared)
-        embed = block.patch_embed
-        if embed is not None and not isinstance(vars(embed).get("forward"), _EmbedForward):
-            embed.forward = _EmbedForward(embed, shared)
+        shared.waiting[block.name] = None
+        if block.embed is not None:
+            embed = model.get_submodule(block.embed)
+            if not isinstance(vars(embed).get("forward"), _EmbedForward):
+                embed.forward = _EmbedForward(embed, shared, block.embed)
     model.forward = _RootForward(model, shared)
     return result
 
@@ -130,12 +136,12 @@ def draws_set_aside(model: nn.Module, seed: int | None = None) -> Iterator[None]
             vars(state).update(fields)
 
 
-def masks_drawn(model: nn.Module) -> dict[Grid, Tensor]:
+def masks_drawn(model: nn.Module) -> dict[Layout, Tensor]:
     """The positions that the last step kept, for each size of feature map; the prefix is left out."""
     patch = vars(model).get("forward")
     draw = patch.shared.draw if isinstance(patch, _Patch) else None
     found = {} if draw is None else {key[1]: kept for key, kept in draw.kept.items() if kept is not None}
-    return {grid: kept.picked[grid.prefix :] - grid.prefix for grid, kept in found.items()}
+    return {layout: kept.picked[layout.prefix :] - layout.prefix for layout, kept in found.items()}
 
 
 class _Patch:
@@ -166,7 +172,7 @@ class _Draw:
         self.step_seed = step_seed
         self.kept: dict[tuple[Any, ...], Kept | None] = {}
         self.heads: dict[tuple[int, int], Tensor] = {}
-        self.seen: set[tuple[int, str]] = set()
+        self.seen: set[tuple[str, str]] = set()
 
 
 class _Shared:
@@ -177,6 +183,8 @@ class _Shared:
         self.draw: _Draw | None = None
         self.in_root = False
         self.redraws = 0
+        self.grids: dict[str, tuple[int, ...]] = {}  # the shapes of the patches, by the layer that makes them
+        self.waiting: dict[str, None] = {}  # the blocks that have not run in training yet
         # A tensor, so that torch.compile does not take its value for a constant.
         self.counter = None if seed is None else torch.tensor(seed)
 
@@ -185,14 +193,23 @@ class _Shared:
         self.in_root = True
         self.redraws = 0
 
-    def end(self) -> None:
+    def end(self, is_step: bool) -> None:
         self.in_root = False
-        if self.draw is not None and self.counter is None and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        if self.draw is not None and self.counter is None:
             torch.randint(2, ())
+        if self.waiting and is_step:
+            names, self.waiting = list(self.waiting), {}
+            warnings.warn(
+                f"keepgrad: {len(names)} patched blocks did not run in this training step (e.g. {names[0]}): "
+                "the model does not use them, or calls their parts by itself, so nothing is saved there",
+                stacklevel=3,
+            )
 
     def draw_for(self, site: Site, device: torch.device) -> _Draw:
         """The draw of the current step; a new one where the site has already been part of it."""
-        key = (site.index, site.kind)
+        key = (site.name, site.kind)
         draw = self.draw
         if draw is None or key in draw.seen:
             draw = self.draw = _Draw(self._step_seed(device, again=draw is not None or not self.in_root))
@@ -214,13 +231,13 @@ class _Shared:
             seed = seed + self.redraws
         return seed.to(device)
 
-    def kept(self, site: Site, batch: int, grid: Grid, device: torch.device) -> Kept | None:
+    def kept(self, site: Site, batch: int, layout: Layout, device: torch.device) -> Kept | None:
         """The slots of a site."""
         draw = self.draw_for(site, device)
-        key = (batch, grid, site.keep_ratio, site.mask, site.reduce)
+        key = (batch, layout, site.keep_ratio, site.mask, site.reduce)
         if key not in draw.kept:
             try:
-                draw.kept[key] = sample(draw.step_seed, batch, grid, site.keep_ratio, site.mask, site.reduce)
+                draw.kept[key] = sample(draw.step_seed, batch, layout, site.keep_ratio, site.mask, site.reduce)
             except MapTooSmallError as error:
                 raise MapTooSmallError(f"{site.name} ({site.kind}): {error}") from None
         return draw.kept[key]
@@ -239,21 +256,27 @@ class _RootForward(_Patch):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.shared.begin()
+        finished = False
         try:
-            return self.own(*args, **kwargs)
+            out = self.own(*args, **kwargs)
+            finished = True
+            return out
         finally:
-            self.shared.end()
+            is_step = finished and self.module.training and torch.is_grad_enabled() and not self.shared.exact
+            self.shared.end(is_step)
 
 
 class _EmbedForward(_Patch):
-    """Notes the height and width of the patches, for the blocks behind it, where an embedding gives them as a map."""
+    """Notes how many patches there are each way, for the blocks after it."""
 
-    grid: tuple[int, int] | None = None
+    def __init__(self, module: nn.Module, shared: _Shared, name: str) -> None:
+        super().__init__(module, shared)
+        self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        patches = self.own(*args, **kwargs)
-        self.grid = (patches.shape[1], patches.shape[2]) if patches.ndim == 4 else None
-        return patches
+        maps = self.own(*args, **kwargs)
+        self.shared.grids[self.name] = tuple(maps.shape[2:])
+        return maps
 
 
 class _BlockForward(_Patch):
@@ -263,38 +286,114 @@ class _BlockForward(_Patch):
         super().__init__(block.module, shared)
         self.block = block
         self.sites = {site.kind: site for site in sites}
+        self.programs = {kind: block.programs.pop(kind) for kind in list(block.programs)}
+        self.state = _state(block.module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Programs hold functions; a copy builds its own.
+        return {**vars(self), "programs": {}, "state": ()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.shared.exact or not self.module.training or not torch.is_grad_enabled():
             return self.own(*args, **kwargs)
-        return self.block.adapter.forward(self.block, self._run, *args, **kwargs)
+        if self.shared.waiting and not torch.compiler.is_compiling():
+            self.shared.waiting.pop(self.block.name, None)
+        self._refresh()
+        if all(isinstance(self.programs[kind], Unsupported) for kind in self.sites):
+            return self.own(*args, **kwargs)
+        try:
+            return self.block.adapter.forward(self.module, self._run, *args, **kwargs)
+        except NotRows:
+            return self.own(*args, **kwargs)
+
+    def _refresh(self) -> None:
+        """Build the programs anew if the block has changed since they were built."""
+        compiling = torch.compiler.is_compiling()
+        state = None if compiling else _state(self.module)
+        if state is not None and state == self.state:
+            return
+        for kind, site in self.sites.items():
+            try:
+                self.programs[kind] = self.block.compile(kind)
+            except Unsupported as why:
+                self.programs[kind] = why
+                if not compiling:
+                    warnings.warn(f"keepgrad: {site.name} ({kind}) now runs with full backprop: {why}", stacklevel=4)
+        if state is not None:
+            self.state = state
 
     def _run(
         self,
         kind: str,
         x: Tensor,
-        grid: tuple[int, int],
-        prefix: int,
-        own: Callable[[Tensor], Tensor],
         residual: Tensor | None = None,
+        shape: tuple[int, ...] | None = None,
         **options: Any,
     ) -> Tensor:
         site = self.sites.get(kind)
-        if site is None:
-            return own(x)
-        try:
-            branch = self.block.adapter.branch(self.module, kind, **options)
-        except Unsupported as why:
-            # The block was changed after `apply` into something that has no site.
-            if not torch.compiler.is_compiling():
-                warnings.warn(f"keepgrad: {site.name} ({kind}) now runs with full backprop: {why}", stacklevel=2)
-            return own(x)
+        program = None if site is None else self.programs[kind]
+        if site is None or not isinstance(program, Program):
+            return self._call(kind, x, residual, options)
+        branch = program.bind(**options)
         kept = heads = None
         if site.keep_ratio < 1:
-            if isinstance(branch, AttentionBranch) and site.method == "head":
-                heads = self.shared.heads(site, branch.heads, x.device)
+            if branch.attention is not None and site.method == "head":
+                heads = self.shared.heads(site, branch.attention.core.heads, x.device)
             else:
-                kept = self.shared.kept(site, x.shape[0], Grid(*grid, prefix, site.cell), x.device)
-        if isinstance(branch, AttentionBranch):
-            return branch.run(x, kept, site.save, residual, site.method, heads)
-        return branch.run(x, kept, site.save, residual)
+                layout = self._layout(x.shape[1], shape or program.layout, site.cell)
+                try:
+                    kept = self.shared.kept(site, x.shape[0], layout, x.device)
+                except MapTooSmallError:
+                    if site.tier == 1:
+                        raise
+                    raise NotRows from None
+        return branch.run(x, kept, site.save, residual, site.method, heads)
+
+    def _call(self, kind: str, x: Tensor, residual: Tensor | None, options: dict[str, Any]) -> Tensor:
+        """The branch by its own modules, one after the other."""
+        for item in self.block.adapter.branches(self.module)[kind]:
+            x = item(x, **options) if isinstance(item, Attention) else item(x)
+        return x if residual is None else residual + x
+
+    def _layout(self, count: int, shape: tuple[int, ...] | None, cell: int) -> Layout:
+        """How `count` positions lie: as `shape` says, or as the patches of the images."""
+        if shape is not None and math.prod(shape) == count:
+            return Layout(tuple(shape), 0, cell)
+        grid, prefix = self.shared.grids.get(self.block.embed or ""), self.block.prefix
+        if prefix is None:
+            prefix = 0 if grid is None else count - math.prod(grid)
+            if not 0 <= prefix <= MOST_PREFIX:
+                return Layout((count,))
+        if grid is None or math.prod(grid) != count - prefix:
+            grid = _like(grid, count - prefix) or (count - prefix,)
+        return Layout(grid, prefix)
+
+
+MOST_PREFIX = 16
+"""More tokens than this before those of the image are something else."""
+
+
+def _like(grid: tuple[int, ...] | None, count: int) -> tuple[int, ...] | None:
+    """Height and width of `count` patches with the aspect of `grid` (patches were left out), a square if that is not
+    known; None if there are none."""
+    height, width = (1, 1) if grid is None or len(grid) != 2 else grid
+    scale = (count / (height * width)) ** 0.5
+    tall, wide = round(height * scale), round(width * scale)
+    return (tall, wide) if tall * wide == count else None
+
+
+def _state(module: nn.Module) -> tuple[Any, ...]:
+    """All that the programs of a block were built from, besides the tensors."""
+    return tuple(
+        (
+            id(inner),
+            type(inner),
+            inner.training,
+            has_hooks(inner),
+            inner is not module and "forward" in vars(inner),
+            vars(inner).get("p"),
+            vars(inner).get("drop_prob"),
+            tuple(value is None for value in inner._parameters.values()),
+        )
+        for inner in module.modules()
+    )

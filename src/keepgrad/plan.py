@@ -12,9 +12,9 @@ from torch import nn
 from .adapters import Block, Unsupported, find_blocks
 from .config import KeepConfig, Settings, check_number
 from .errors import ConfigError, NoSiteError
-from .ops.branch import AttentionBranch
 from .report import aligned
-from .schedule import careful, choose, ratios
+from .saving import saving
+from .schedule import careful, choose, paper_layers, ratios
 
 __all__ = ["Plan", "Site", "config_from", "make_plan"]
 
@@ -23,13 +23,15 @@ __all__ = ["Plan", "Site", "config_from", "make_plan"]
 class Site:
     """One branch of one block.
 
-    `plain` and `saved` are the channels a position that full backprop and keepgrad save for backward, with nothing
-    frozen. `cell` is the side of the squares of positions that are kept or dropped together, in a pyramid.
+    `tier` is 1 for a whole branch of a known block, 2 for an MLP inside of a block that is not known. `plain` is how many
+    values for each position full backprop saves in this branch, `saved` how many keepgrad saves, with nothing frozen.
+    `cell` is the side of the squares of positions that are kept or dropped together, in a model of several resolutions.
     """
 
     name: str
     kind: str
     index: int
+    tier: int
     keep_ratio: float
     mask: str
     reduce: str
@@ -57,13 +59,14 @@ class Plan:
 
     def __str__(self) -> str:
         head = f"keepgrad plan for {self.model}" + (f", preset {self.preset!r}" if self.preset else "")
-        rows = [("site", "branch", "keep", "mask", "reduce", "attention", "save", "saved")]
+        rows = [("site", "branch", "tier", "keep", "mask", "reduce", "attention", "save", "saved")]
         for site in self.sites:
             share = f"{site.saved / site.plain:.2f}x" if site.plain else "-"
             ratio = f"{site.keep_ratio:.4g}"
-            rows.append((site.name, site.kind, ratio, site.mask, site.reduce, site.method or "-", site.save, share))
+            what = (site.name, site.kind, str(site.tier))
+            rows.append((*what, ratio, site.mask, site.reduce, site.method or "-", site.save, share))
         plain, saved = sum(s.plain for s in self.sites), sum(s.saved for s in self.sites)
-        foot = f"{len(self.sites)} sites; saved in these branches, channels a position: {saved / plain:.2f}x"
+        foot = f"{len(self.sites)} sites; saved in these branches: {saved / plain:.2f}x"
         left = [f"left alone: {name}: {reason}" for name, reason in self.skipped]
         return "\n".join([head, *aligned(rows), foot, *left])
 
@@ -76,13 +79,13 @@ def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Bl
         ConfigError: if a setting does not fit the model.
     """
     settings = config.settings()
-    found = find_blocks(model)
+    found = find_blocks(model, settings.modules)
     kinds = {kind for block in found for kind in block.kinds}
     if not found:
         raise NoSiteError(
             f"{type(model).__name__} has no block that keepgrad knows. "
-            "Known are timm's VisionTransformer and ConvNeXt; "
-            "for any position-wise module of your own use keepgrad.sbp(f, x, kept)"
+            "`keepgrad models` lists those it knows. Declare a position-wise class of your own with "
+            "modules={'mlp': MyMlp}, or a whole block with @keepgrad.adapts"
         )
     _check_used(settings, kinds, type(model).__name__)
     kinds -= {kind for kind, on in _switches(settings).items() if not on}
@@ -101,7 +104,7 @@ def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Bl
                 continue
             try:
                 ratio = ratio_of[kind][block.index]
-                sites.append(_site(block, kind, ratio, settings, coarsest // block.stride))
+                sites.append(_site(block, kind, ratio, settings, max(1, coarsest // block.stride)))
             except Unsupported as why:
                 skipped.append((f"{block.name}.{kind}", str(why)))
         if sites:
@@ -137,54 +140,54 @@ def _check_used(settings: Settings, kinds: set[str], model: str) -> None:
 
 
 def _chosen(found: list[Block], settings: Settings) -> list[Block]:
-    """The blocks that take part. A downsampling layer goes with the block behind it."""
-    blocks = [block for block in found if block.kinds != ("downsample",)]
-    for number, block in enumerate(blocks):
-        block.index = number
-    following = iter(found[1:])
-    for block in found:
-        after = next(following, None)
-        if block.kinds == ("downsample",) and after is not None:
-            block.index = after.index
+    """The blocks that take part."""
+    names = {block.index: block.name for block in reversed(found) if block.outer is None and not block.is_inner}
     if settings.layers == "paper":
-        indices = set()
-        for adapter in {block.adapter for block in blocks}:
-            indices |= adapter.paper_layers([block for block in blocks if block.adapter is adapter])
+        indices = {index for trunk in _trunks(found).values() for index in paper_layers(trunk)}
     else:
-        indices = set(choose(settings.layers, [block.name for block in blocks]))
+        indices = set(choose(settings.layers, [names[index] for index in sorted(names)]))
     return [block for block in found if block.index in indices]
+
+
+def _trunks(found: list[Block]) -> dict[str, dict[int, int]]:
+    """For each trunk of the model, the stage of each of its blocks by the block's index."""
+    trunks: dict[str, dict[int, int]] = {}
+    for block in found:
+        if not block.is_inner:
+            trunks.setdefault(block.trunk, {})[block.index] = block.stage
+    return trunks
 
 
 def _ratios(
     settings: Settings, kinds: set[str], found: list[Block], chosen: list[Block]
 ) -> dict[str, dict[int, float]]:
     """The keep-ratio of every kind of branch in every chosen block."""
-    strides = {block.index: block.stride for block in chosen}
-    indices = sorted(strides)
-    ends = min(block.stride for block in found), max(block.stride for block in found)
+    indices = sorted({block.index for block in chosen})
+    place = {index: (trunk, index) for trunk in _trunks(found).values() for index in trunk}
     table = {}
     for kind in kinds:
         ratio = settings.ratio_of(kind)
         values = ratios(ratio, settings.schedule, len(indices))
         if settings.schedule == "careful" and isinstance(ratio, (int, float)):
-            values = [careful(ratio, index, strides[index], *ends) for index in indices]
+            values = [careful(ratio, *place[index]) for index in indices]
         table[kind] = {index: check_number(value) for index, value in zip(indices, values, strict=True)}
     return table
 
 
 def _site(block: Block, kind: str, ratio: float, settings: Settings, cell: int) -> Site:
-    branch = block.adapter.branch(block.module, kind)
+    program = block.programs[kind]
+    if isinstance(program, Unsupported):
+        raise program
     method, save = "", settings.save_of(kind)
     reduce = settings.reduce
-    if isinstance(branch, AttentionBranch):
+    if program.has_attention:
         method = settings.attention
-        plain, saved = branch.saved_width(ratio, save, method)
         if reduce == "scaled" or method == "head":
             # Attention is renormalised over what is kept, which leaves no scale to put right; heads have no neighbours.
             reduce = "drop"
-    else:
-        plain, saved = branch.saved_width(ratio, save)
-    return Site(block.name, kind, block.index, ratio, settings.mask, reduce, method, save, cell, plain, saved)
+    plain, saved = saving(program, ratio, reduce, method, save)
+    tier = block.adapter.tier
+    return Site(block.name, kind, block.index, tier, ratio, settings.mask, reduce, method, save, cell, plain, saved)
 
 
 def config_from(config: KeepConfig | None, options: dict[str, Any]) -> KeepConfig:

@@ -20,7 +20,7 @@ one of them is picked:
 | pool   | mean over the group  | sum over the group   | to every member, times 1/m | m            |
 
 Shapes: rows are `[batch, positions, channels]`, slots `[batch, slots, channels]`. The number of slots depends on the
-keep-ratio and the grid alone, never on the random numbers. Prefix tokens (class, registers) are groups of one.
+keep-ratio and the layout alone, never on the random numbers. Prefix tokens (class, registers) are groups of one.
 
 All randomness of a mask comes from one 64-bit number, hashed with integer tensor operations: the same code
 runs in eager mode, under `torch.compile` and on every device, and consumes no random stream.
@@ -28,6 +28,7 @@ runs in eager mode, under `torch.compile` and on every device, and consumes no r
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -37,22 +38,32 @@ from torch import Tensor
 
 from .errors import InputError, MapTooSmallError
 
-__all__ = ["MASKS", "REDUCTIONS", "Grid", "Kept", "hashed", "kept_indices", "sample", "slot_count"]
+__all__ = ["MASKS", "REDUCTIONS", "Kept", "Layout", "hashed", "kept_indices", "sample", "slot_count"]
 
 MASKS = ("grid", "random", "block")
 REDUCTIONS = ("drop", "scaled", "fold", "pool")
 
 
-class Grid(NamedTuple):
-    """The positions of a feature map: `prefix` tokens followed by `height * width` positions, row by row.
+class Layout(NamedTuple):
+    """How the positions of a feature map lie: `prefix` tokens (class, registers), then the map, row by row.
 
-    `cell` is the side of the square of positions that is kept or dropped as one (see `sample`).
+    `shape` is `(n,)` for a sequence, `(height, width)` for an image, `(frames, height, width)` for a clip. `cell` is the
+    side of the square of positions that is kept or dropped as one (see `sample`).
     """
 
-    height: int
-    width: int
+    shape: tuple[int, ...]
     prefix: int = 0
     cell: int = 1
+
+    @property
+    def positions(self) -> int:
+        """The number of positions, with the prefix."""
+        return self.prefix + math.prod(self.shape)
+
+    @property
+    def tall_and_wide(self) -> tuple[int, int]:
+        """Height and width of one frame; a sequence is one row."""
+        return (1, self.shape[0]) if len(self.shape) == 1 else self.shape[-2:]  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -135,10 +146,22 @@ class Kept:
         return flat.view(batch, self.positions, channels)
 
     def key_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """What to add to the attention scores of each slot as a key: the logarithm of its multiplicity."""
+        """What to add to the attention scores of each slot as a key `[1, slots]`: the logarithm of its multiplicity."""
         if self.size is None:
             return None
-        return self.size.to(torch.promote_types(dtype, torch.float32)).log().to(dtype)
+        return self.size.to(torch.promote_types(dtype, torch.float32)).log().to(dtype).unsqueeze(0)
+
+    def causal_bias(self, dtype: torch.dtype) -> Tensor:
+        """What to add to the scores of slots as keys `[slots, slots]` where no query may see what is after it.
+
+        It is the logarithm of how many members of the key's group are not after the query.
+        """
+        if self.size is None:
+            seen = self.picked.unsqueeze(1) >= self.picked
+            return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+        assert self.slot_of_flat is not None
+        members = F.one_hot(self.slot_of_flat[: self.positions], self.slots).cumsum(0)
+        return members.index_select(0, self.picked).to(torch.promote_types(dtype, torch.float32)).log().to(dtype)
 
     @property
     def frame(self) -> tuple[str, int, int, int]:
@@ -156,27 +179,27 @@ def slot_count(positions: int, keep_ratio: float) -> int:
     return max(1, int(positions * keep_ratio + 0.5))
 
 
-def kept_indices(grid: Grid, keep_ratio: float, mask: str = "grid", seed: int = 0) -> Tensor:
+def kept_indices(layout: Layout, keep_ratio: float, mask: str = "grid", seed: int = 0) -> Tensor:
     """The kept positions of one draw, as a sorted index tensor for `keepgrad.sbp`.
 
     Raises:
-        InputError: if an argument is not one of those `sample` takes, or the grid is smaller than a group.
+        InputError: if an argument is not one of those `sample` takes, or the map is smaller than a group.
     """
     if mask not in MASKS or not 0 < keep_ratio <= 1:
         raise InputError(f"mask={mask!r}, keep_ratio={keep_ratio!r}: give one of {MASKS} and a number in (0, 1]")
-    kept = sample(torch.tensor(seed), 1, grid, keep_ratio, mask, "drop")
-    picked = torch.arange(grid.prefix + grid.height * grid.width) if kept is None else kept.picked
+    kept = sample(torch.tensor(seed), 1, layout, keep_ratio, mask, "drop")
+    picked = torch.arange(layout.positions) if kept is None else kept.picked
     return picked.sort().values
 
 
-def sample(step_seed: Tensor, batch: int, grid: Grid, keep_ratio: float, mask: str, reduce: str) -> Kept | None:
+def sample(step_seed: Tensor, batch: int, layout: Layout, keep_ratio: float, mask: str, reduce: str) -> Kept | None:
     """Draw the slots of one feature map, on the device of `step_seed`; None where everything is kept.
 
     Args:
         step_seed: one 64-bit integer, without dimensions; the only source of randomness.
         batch: the number of samples; all of them share the mask.
-        grid: the positions. With `grid.cell` > 1 and a reduction that forgets (drop, scaled), the mask is drawn on
-            the grid of cells and enlarged, so that it covers what the same draw keeps at the coarser stage; where
+        layout: the positions. With `layout.cell` > 1 and a reduction that forgets (drop, scaled), the mask is drawn on
+            the map of cells and enlarged, so that it covers what the same draw keeps at the coarser stage; where
             cells do not tile the map exactly, the mask is drawn on the positions themselves.
         keep_ratio: the share of positions to keep, in (0, 1].
         mask: one of `MASKS`.
@@ -186,11 +209,12 @@ def sample(step_seed: Tensor, batch: int, grid: Grid, keep_ratio: float, mask: s
         MapTooSmallError: if the feature map is smaller than one group.
     """
     forgets = reduce in ("drop", "scaled")
-    cell = grid.cell
-    if cell > 1 and (not forgets or grid.height % cell or grid.width % cell):
+    cell, (height, width) = layout.cell, layout.tall_and_wide
+    frames = math.prod(layout.shape[:-2])
+    if cell > 1 and (not forgets or height % cell or width % cell):
         cell = 1
-    height, width = grid.height // cell, grid.width // cell
-    count = height * width
+    height, width = height // cell, width // cell
+    count = frames * height * width
     group = int(1 / keep_ratio + 0.5)
     if count < group:
         raise MapTooSmallError(
@@ -200,27 +224,27 @@ def sample(step_seed: Tensor, batch: int, grid: Grid, keep_ratio: float, mask: s
     slots = slot_count(count, keep_ratio)
     if slots >= count:
         return None
-    order, starts, picked = _grouping(step_seed, height, width, slots, mask)
+    order, starts, picked = _grouping(step_seed, frames, height, width, slots, mask)
     if cell > 1:
         picked = _enlarge(picked, width, cell)
-    prefix = torch.arange(grid.prefix, device=picked.device)
-    positions = grid.prefix + grid.height * grid.width
-    picked = torch.cat([prefix, picked + grid.prefix])
+    prefix = torch.arange(layout.prefix, device=picked.device)
+    positions = layout.positions
+    picked = torch.cat([prefix, picked + layout.prefix])
     slots = picked.shape[0]
     sample_index = torch.arange(batch, device=picked.device).unsqueeze(1)
     shift = sample_index * positions
     picked_flat = (shift + picked).flatten()
     if forgets:
-        return Kept(reduce, positions, slots, grid.prefix, picked_flat)
-    order = torch.cat([prefix, order + grid.prefix])
-    starts = torch.cat([prefix, starts + grid.prefix])
+        return Kept(reduce, positions, slots, layout.prefix, picked_flat)
+    order = torch.cat([prefix, order + layout.prefix])
+    starts = torch.cat([prefix, starts + layout.prefix])
     size = torch.diff(starts, append=starts.new_full((1,), positions))
     rank = torch.arange(positions, device=order.device)
     slot_in_order = torch.bucketize(rank, starts, right=True) - 1
     slot_of = torch.empty_like(order).scatter_(0, order, slot_in_order)
     order_flat, starts_flat = (shift + order).flatten(), (shift + starts).flatten()
     slot_of_flat = (sample_index * slots + slot_of).flatten()
-    return Kept(reduce, positions, slots, grid.prefix, picked_flat, order_flat, starts_flat, slot_of_flat, size)
+    return Kept(reduce, positions, slots, layout.prefix, picked_flat, order_flat, starts_flat, slot_of_flat, size)
 
 
 def _select(rows: Tensor, index: Tensor, count: int) -> Tensor:
@@ -241,9 +265,14 @@ def _mix(bits: Tensor) -> Tensor:
     return bits ^ ((bits >> 31) & (2**33 - 1))
 
 
-def _grouping(seed: Tensor, height: int, width: int, slots: int, mask: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The order of the positions, where each group starts in it, and the picked position of each group."""
-    count = height * width
+def _grouping(
+    seed: Tensor, frames: int, height: int, width: int, slots: int, mask: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The order of the positions, where each group starts in it, and the picked position of each group.
+
+    Frames follow one another, so groups are neighbours within a frame.
+    """
+    count = frames * height * width
     rank = torch.arange(count, device=seed.device)
     starts = torch.arange(slots, device=seed.device) * count // slots
     if mask == "random":
@@ -251,8 +280,9 @@ def _grouping(seed: Tensor, height: int, width: int, slots: int, mask: str) -> t
         return order, starts, order[starts]
 
     phase, shift, turned = hashed(seed, 2, 3).unbind()
-    row, col = rank // width, rank % width
-    order = torch.where(turned % 2 == 0, _bands(row, col, width), _bands(col, row, height))
+    frame, row, col = rank // (height * width), rank // width % height, rank % width
+    curve = torch.where(turned % 2 == 0, _bands(row, col, width), _bands(col, row, height))
+    order = (frame * 2 * count + curve).argsort()
     if mask == "block":
         # Member j of group i is the (i + j * slots)-th position of the turned order.
         order = order[(rank + shift) % count]
@@ -274,10 +304,10 @@ def _grouping(seed: Tensor, height: int, width: int, slots: int, mask: str) -> t
 
 
 def _bands(row: Tensor, col: Tensor, width: int) -> Tensor:
-    """The positions in bands of two rows, column by column, every other band backwards."""
+    """The place of each position in bands of two rows, column by column, every other band backwards."""
     band = row // 2
     along = torch.where(band % 2 == 0, col, width - 1 - col)
-    return (band * 2 * width + along * 2 + row % 2).argsort()
+    return band * 2 * width + along * 2 + row % 2
 
 
 def _enlarge(picked: Tensor, width: int, cell: int) -> Tensor:

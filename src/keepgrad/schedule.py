@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
 from .errors import ConfigError
 
-__all__ = ["SCHEDULES", "Layers", "Ratio", "careful", "choose", "parse_layers", "ratios"]
+__all__ = ["SCHEDULES", "Layers", "Ratio", "careful", "choose", "paper_layers", "parse_layers", "ratios"]
 
 SCHEDULES = ("uniform", "increasing", "decreasing", "careful")
 
@@ -41,19 +41,41 @@ def _spread(keep_ratio: float) -> float:
     return min(keep_ratio / 2, 1 - keep_ratio)
 
 
-def careful(keep_ratio: float, index: int, stride: int, finest: int, coarsest: int) -> float:
+def careful(keep_ratio: float, stages: Mapping[int, int], index: int) -> float:
     """The keep-ratio of block number `index`, where reducing it hurts as little as it can.
 
-    In a model of stages, with strides from `finest` to `coarsest`: neighbours at the finest resolution are most alike,
-    and most of the memory is there; at the coarsest there are few positions, and little memory. So less is kept at the
-    one (half, at most ratios), everything at the other. In a model of one resolution, a transformer, the tokens of the
-    first block have not seen one another, and are least alike: there everything is kept.
+    `stages` has the stage of each block of a trunk, from the finest resolution to the coarsest. In a model of stages,
+    neighbours at the finest resolution are most alike, and most of the memory is there; at the coarsest there are few
+    positions, and little memory. So less is kept at the one (half, at most ratios), everything at the other. In a model
+    of one resolution, a transformer, the tokens of the first block have not seen one another, and are least alike:
+    there everything is kept.
     """
-    if finest == coarsest:
-        return 1.0 if index == 0 else keep_ratio
-    if stride == coarsest:
+    last = max(stages.values())
+    if last == 0:
+        return 1.0 if index == min(stages) else keep_ratio
+    if stages[index] == last:
         return 1.0
-    return keep_ratio - _spread(keep_ratio) if stride == finest else keep_ratio
+    return keep_ratio - _spread(keep_ratio) if stages[index] == 0 else keep_ratio
+
+
+def paper_layers(stages: Mapping[int, int]) -> set[int]:
+    """The blocks of a trunk that the paper reduces, where `stages` has the stage of each block.
+
+    Of a transformer these are the last two thirds, 8 of 12. Of a model of stages, all but the last stage, and of the
+    last but one 6 of 9 or 21 of 27 blocks, two thirds of any other number.
+    """
+    last = max(stages.values())
+    if last == 0:
+        blocks = sorted(stages)
+        return set(blocks[len(blocks) - round(len(blocks) * 2 / 3) :])
+    covered = set()
+    for stage in range(last):
+        inside = sorted(index for index, at in stages.items() if at == stage)
+        count = len(inside)
+        if stage == last - 1:
+            count = {9: 6, 27: 21}.get(count, round(count * 2 / 3))
+        covered.update(inside[:count])
+    return covered
 
 
 def parse_layers(layers: Layers) -> tuple[str, Fraction] | None:

@@ -1,326 +1,197 @@
-"""timm's VisionTransformer and ConvNeXt."""
+"""timm's families."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from timm import layers as tl
-from timm.layers import activations as ta
-from timm.models import convnext as tc
-from timm.models import vision_transformer as tv
 from torch import Tensor, nn
 
-from ..ops.branch import AttentionBranch, Branch
-from ..ops.stages import Linear, Link, Pointwise, gelu, layer_norm, linear, noise, pointwise, rms_norm
-from . import Adapter, Block, RunBranch, Unsupported, generic
+from ..ops.stages import Linear, Pointwise
+from ..ops.stages import gelu as gelu_stage
+from .modules import (
+    STEPS,
+    Attention,
+    LinearOf,
+    Scale,
+    Step,
+    Unsupported,
+    drop_path,
+    gate,
+    global_response_norm,
+    layer_norm,
+    path_of,
+    rms_norm,
+    rows_of_map,
+    side_by_side,
+    steps_for,
+    steps_of,
+)
+from .position_wise import MLPS, maps_of, rows_of, steps_of_mlp
+from .registry import Adapter, RunBranch, adapts
 
-__all__ = ["ADAPTERS"]
+NORMS, MLP = "timm.layers.norm.", "timm.layers.mlp."
 
-LAYER_NORMS = (nn.LayerNorm, tl.LayerNorm, tl.LayerNorm2d)
-
-
-def _norm(module: Any) -> list[Link]:
-    """A norm over channels, on rows. The two-dimensional kinds only differ in where they look for the channels."""
-    if not getattr(module, "_fast_norm", False):
-        if generic.is_plain(module, *LAYER_NORMS):
-            return [layer_norm(tuple(module.normalized_shape), module.weight, module.bias, module.eps)]
-        if generic.is_plain(module, tl.RmsNorm, tl.RmsNorm2d):
-            return [rms_norm(tuple(module.normalized_shape), module.weight, module.eps)]
-    if generic.is_plain(module, tl.LayerNorm2d, tl.RmsNorm2d, tl.SimpleNorm2d, tl.LayerNorm2dFp32):
-        return [_rows_of_map(module)]
-    return generic.links_of(module)
-
-
-def _rows_of_map(module: Any) -> Link:
-    """A position-wise module for maps `[batch, channels, height, width]`, on rows."""
-    stage, tensors = generic.opaque(module)
-    assert isinstance(stage, Pointwise)
-    fn = stage.fn
-
-    def on_rows(x: Tensor, *tensors: Tensor) -> Tensor:
-        return fn(x.transpose(1, 2).unsqueeze(-1), *tensors).squeeze(-1).transpose(1, 2)
-
-    return Pointwise(on_rows), tensors
+STEPS["timm.layers.drop.DropPath"] = drop_path
+STEPS["timm.layers.activations.GELU"] = lambda module: [Step(gelu_stage("none")[0])]
+STEPS["timm.layers.activations.GELUTanh"] = lambda module: [Step(gelu_stage("tanh")[0])]
+MLPS.update(f"{MLP}{name}" for name in ("Mlp", "GluMlp", "SwiGLU", "ConvMlp"))
 
 
-def _tail(last: list[Link], dropout: nn.Module, scale: Tensor | None, drop_path: nn.Module) -> list[Link]:
-    """The last layer of a branch with dropout, layer scale and drop path behind it.
-
-    The scale joins the linear layer before it. Dropout lies between the two, but both are products.
-    """
-    if scale is not None:
-        if len(last) == 1 and isinstance(last[0][0], Linear):
-            weight, *bias = last[0][1]
-            last = [linear((weight, bias[0] if bias else None), scale=scale)]
-        else:
-            last = [*last, pointwise(torch.mul, scale)]
-    return [*last, *generic.links_of(dropout), *_drop_path(drop_path)]
+@steps_for(f"{NORMS}LayerNorm", f"{NORMS}LayerNorm2d", f"{NORMS}RmsNorm", f"{NORMS}RmsNorm2d")
+def _norm(module: Any) -> list[Step]:
+    """The two-dimensional kinds only differ in where they look for the channels."""
+    if getattr(module, "_fast_norm", False):
+        return [rows_of_map(module)]
+    return rms_norm(module) if "Rms" in type(module).__name__ else layer_norm(module)
 
 
-def _drop_path(module: Any) -> list[Link]:
-    if generic.is_plain(module, nn.Identity):
-        return []
-    if not generic.is_plain(module, tl.DropPath):
-        raise Unsupported(f"{type(module).__name__} is not timm's DropPath")
-    return [noise(module, per_sample=True)] if module.training and module.drop_prob else []
+@steps_for(f"{NORMS}SimpleNorm2d", f"{NORMS}LayerNorm2dFp32", f"{NORMS}RmsNorm2dFp32", f"{NORMS}SimpleNorm2dFp32")
+def _norm_of_map(module: Any) -> list[Step]:
+    return [rows_of_map(module)]
 
 
-def _scale(module: Any) -> Tensor | None:
-    if generic.is_plain(module, nn.Identity):
-        return None
-    if not generic.is_plain(module, tl.LayerScale):
-        raise Unsupported(f"{type(module).__name__} is not timm's LayerScale")
-    return module.gamma
+@steps_for(f"{MLP}Mlp")
+def _mlp(mlp: Any) -> list[Step]:
+    return steps_of_mlp(mlp.fc1, mlp.act, mlp.drop1, mlp.norm, mlp.fc2, mlp.drop2)
 
 
-def _gate(act: nn.Module, act_first: bool) -> Pointwise:
-    """Two halves of the channels, one of them through the activation, multiplied."""
-    stage, tensors = generic.opaque(act)
-    if tensors or not isinstance(stage, Pointwise):
-        raise Unsupported(f"{type(act).__name__} has parameters, in a gate")
-    activate = stage.fn
-
-    def fn(x: Tensor) -> Tensor:
-        a, b = x.chunk(2, dim=-1)
-        return activate(a) * b if act_first else a * activate(b)
-
-    return Pointwise(fn, lambda width: width // 2)
+@steps_for(f"{MLP}ConvMlp")
+def _conv_mlp(mlp: Any) -> list[Step]:
+    return steps_of_mlp(mlp.fc1, mlp.norm, mlp.act, mlp.drop, mlp.fc2)
 
 
-def _mlp(mlp: Any) -> tuple[list[Link], list[Link], nn.Module]:
-    """An MLP up to its last layer, that layer, and the dropout behind it."""
-    if generic.is_plain(mlp, tl.Mlp):
-        hidden = [*generic.links_of(mlp.fc1), *_activation(mlp.act)]
-    elif generic.is_plain(mlp, tl.GluMlp):
-        hidden = [*generic.links_of(mlp.fc1), (_gate(mlp.act, not mlp.gate_last), ())]
-    elif generic.is_plain(mlp, tl.SwiGLU):
-        pair = generic.weight_and_bias(mlp.fc1_g), generic.weight_and_bias(mlp.fc1_x)
-        if pair[0] is None or pair[1] is None:
-            raise Unsupported("the two input layers of SwiGLU are not plain linear layers")
-        hidden = [linear(pair[0], pair[1]), (_gate(mlp.act, True), ())]
-    elif isinstance(mlp, tl.GlobalResponseNormMlp):
-        raise Unsupported("global response norm (ConvNeXt V2) mixes positions, so it cannot be reduced to some of them")
-    else:
-        raise Unsupported(f"{type(mlp).__name__} is not known to be position-wise, or has hooks")
-    hidden += [*generic.links_of(mlp.drop1), *_norm(mlp.norm)]
-    return hidden, generic.links_of(mlp.fc2), mlp.drop2
+@steps_for(f"{MLP}GluMlp")
+def _glu_mlp(mlp: Any) -> list[Step]:
+    return steps_of_mlp(mlp.fc1, gate(mlp.act, not mlp.gate_last), mlp.drop1, mlp.norm, mlp.fc2, mlp.drop2)
 
 
-def _activation(module: Any) -> list[Link]:
-    if generic.is_plain(module, ta.GELU):
-        return [gelu("none")]
-    if generic.is_plain(module, ta.GELUTanh):
-        return [gelu("tanh")]
-    return generic.links_of(module)
+@steps_for(f"{MLP}SwiGLU")
+def _swiglu(mlp: Any) -> list[Step]:
+    hidden = side_by_side(mlp.fc1_g, mlp.fc1_x)
+    return steps_of_mlp(hidden, gate(mlp.act, True), mlp.drop1, mlp.norm, mlp.fc2, mlp.drop2)
 
 
-class VisionTransformerBlock(Adapter):
-    """`timm.models.vision_transformer.Block`: ViT, DeiT and their kin."""
+@steps_for(f"{MLP}GlobalResponseNormMlp")
+def _response_mlp(mlp: Any) -> list[Step]:
+    return steps_of_mlp(mlp.fc1, mlp.act, mlp.drop1, global_response_norm(mlp.grn), mlp.fc2, mlp.drop2)
 
-    @staticmethod
-    def find(model: nn.Module) -> list[Block]:
-        # Blocks alone have no prefix tokens, unless the model they are part of is known to have some.
-        bare = type(model) in (tv.Block, nn.Sequential)
-        tokens: dict[nn.Module, tuple[Any, int]] = {
-            block: (owner.patch_embed, owner.num_prefix_tokens)
-            for owner in model.modules()
-            if isinstance(owner, tv.VisionTransformer)
-            for block in owner.blocks
-        }
-        found = []
-        for name, module in model.named_modules():
-            if type(module).forward is tv.Block.forward and (bare or module in tokens):
-                patch_embed, prefix = tokens.get(module, (None, 0))
-                block = Block(name, module, VisionTransformerBlock, ("attention", "mlp"))
-                block.patch_embed, block.prefix = patch_embed, prefix
-                found.append(block)
-        return found
 
-    @staticmethod
-    def branch(module: Any, kind: str, **options: Any) -> Branch | AttentionBranch:
-        if kind == "mlp":
-            hidden, last, dropout = _mlp(module.mlp)
-            tail = _tail(last, dropout, _scale(module.ls2), module.drop_path2)
-            return Branch([*_norm(module.norm2), *hidden, *tail], module.attn.proj.out_features)
-        attn = module.attn
-        if not generic.is_plain(attn, tl.Attention):
-            raise Unsupported(f"{type(attn).__name__} is not timm's Attention, or has hooks")
-        if getattr(attn, "gate", None) is not None:
-            raise Unsupported("gated attention has a second path from its input")
-        (projection,) = generic.links_of(attn.qkv)
-        tail = _tail(generic.links_of(attn.proj), attn.proj_drop, _scale(module.ls1), module.drop_path1)
-        q_norm, k_norm = (next(iter(_norm(norm)), None) for norm in (attn.q_norm, attn.k_norm))
-        return AttentionBranch(
-            before=_norm(module.norm1),
-            heads=attn.num_heads,
-            width=attn.proj.out_features,
-            projection=projection,
-            after=[*(_norm(attn.norm) if hasattr(attn, "norm") else []), *tail],
-            q_norm=q_norm,
-            k_norm=k_norm,
-            dropout=attn.attn_drop.p if attn.training else 0.0,
-            **options,
+Describe = Callable[[Any], Attention]
+ATTENTIONS: dict[str, Describe] = {}
+"""From the import path of a class to a function that describes its attention."""
+
+
+def attention(module: Any) -> Attention:
+    """The description of an attention module."""
+    describe = ATTENTIONS.get(path_of(module))
+    if describe is None or "forward" in vars(module):
+        raise Unsupported(
+            f"{type(module).__name__} is not an attention that keepgrad knows, or has a forward of its own"
         )
-
-    @staticmethod
-    def forward(
-        block: Block, run: RunBranch, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Tensor:
-        module: Any = block.module
-        grid, prefix = VisionTransformerBlock._grid(block.patch_embed, x.shape[1] - block.prefix), block.prefix
-        options = {"attn_mask": attn_mask, "is_causal": is_causal}
-
-        def attention(x: Tensor) -> Tensor:
-            return x + module.drop_path1(module.ls1(module.attn(module.norm1(x), **options)))
-
-        def mlp(x: Tensor) -> Tensor:
-            return x + module.drop_path2(module.ls2(module.mlp(module.norm2(x))))
-
-        x = run("attention", x, grid, prefix, attention, residual=x, **options)
-        return run("mlp", x, grid, prefix, mlp, residual=x)
-
-    @staticmethod
-    def _grid(patch_embed: Any, count: int) -> tuple[int, int]:
-        """Height and width of the patches.
-
-        Those that `apply` has seen leave the embedding (images of any size), or the model's own. Where their number is
-        another (patch dropout), a grid of the same aspect is taken if there is one, else a single row.
-        """
-        if patch_embed is not None:
-            height, width = getattr(patch_embed.forward, "grid", None) or patch_embed.grid_size
-            scale = (count / (height * width)) ** 0.5
-            tall, wide = round(height * scale), round(width * scale)
-            if tall * wide == count:
-                return tall, wide
-        return 1, count
-
-    @staticmethod
-    def paper_layers(blocks: Sequence[Block]) -> set[int]:
-        """The last two thirds: 8 of 12."""
-        count = len(blocks)
-        return set(range(count - round(count * 2 / 3), count))
+    return describe(module)
 
 
-def _rows(maps: Tensor) -> Tensor:
-    """Maps `[batch, channels, height, width]` as rows; a view where they are channels-last, as behind a block."""
-    return maps.permute(0, 2, 3, 1).flatten(1, 2)
+def describes(*paths: str) -> Callable[[Describe], Describe]:
+    """Add a function to the table, for the attentions with these import paths."""
+
+    def add(describe: Describe) -> Describe:
+        ATTENTIONS.update(dict.fromkeys(paths, describe))
+        return describe
+
+    return add
 
 
+@describes("timm.layers.attention.Attention")
+def _attention(m: Any) -> Attention:
+    return Attention(
+        m,
+        project=[m.qkv],
+        heads=m.num_heads,
+        q_norm=m.q_norm,
+        k_norm=m.k_norm,
+        gate=getattr(m, "gate", None),
+        gate_norm=getattr(m, "norm", None),
+        dropout=lambda: m.attn_drop.p if m.training else 0.0,
+        out=[m.proj, m.proj_drop],
+    )
+
+
+@adapts("timm.models.vision_transformer.Block")
+class VisionTransformerBlock(Adapter):
+    """ViT, DeiT and their kin."""
+
+    def branches(self, m: Any) -> dict[str, Any]:
+        return {
+            "attention": [m.norm1, attention(m.attn), m.ls1, m.drop_path1],
+            "mlp": [m.norm2, m.mlp, m.ls2, m.drop_path2],
+        }
+
+
+@adapts("timm.models.convnext.ConvNeXtBlock")
 class ConvNeXtBlock(Adapter):
-    """`timm.models.convnext.ConvNeXtBlock` and the downsampling layers between stages.
+    """ConvNeXt and ConvNeXt V2. The depthwise convolution mixes positions and stays with autograd."""
 
-    The depthwise convolution mixes positions and stays with autograd; the branch is what follows it.
-    """
+    def branches(self, m: Any) -> dict[str, Any]:
+        return {"mlp": [m.norm, m.mlp, Scale(lambda: m.gamma), m.drop_path]}
 
-    @staticmethod
-    def find(model: nn.Module) -> list[Block]:
-        found: list[Block] = []
-        index, stage, stride, parent = 0, -1, 1, None
-        for name, module in model.named_modules():
-            if isinstance(module, tc.ConvNeXtStage):
-                if name.rpartition(".")[0] != parent:  # the stages of another model
-                    stage, stride, parent = -1, 1, name.rpartition(".")[0]
-                stage += 1
-                if isinstance(module.downsample, nn.Sequential):
-                    conv: Any = module.downsample[1]
-                    stride *= conv.stride[0] if stage else 1
-                    if len(module.blocks):
-                        found.append(
-                            Block(
-                                f"{name}.downsample" if name else "downsample",
-                                module.downsample,
-                                ConvNeXtDownsample,
-                                ("downsample",),
-                                index,
-                                stage,
-                                stride,
-                            )
-                        )
-            elif type(module).forward is tc.ConvNeXtBlock.forward:
-                found.append(Block(name, module, ConvNeXtBlock, ("mlp",), index, max(stage, 0), stride))
-                index += 1
-        return found
-
-    @staticmethod
-    def branch(module: Any, kind: str, **options: Any) -> Branch:
-        hidden, last, dropout = _mlp(module.mlp)
-        tail = _tail(last, dropout, module.gamma, module.drop_path)
-        return Branch([*_norm(module.norm), *hidden, *tail], module.conv_dw.out_channels)
-
-    @staticmethod
-    def forward(block: Block, run: RunBranch, x: Tensor) -> Tensor:
-        module: Any = block.module
-        mixed, shortcut = module.conv_dw(x), module.shortcut(x)
-        height, width = mixed.shape[2:]
-
-        def own(rows: Tensor) -> Tensor:
-            maps = rows.unflatten(1, (height, width))
-            if module.use_conv_mlp:
-                maps = module.mlp(module.norm(maps.permute(0, 3, 1, 2))).permute(0, 2, 3, 1)
-            else:
-                maps = module.mlp(module.norm(maps))
-            if module.gamma is not None:
-                maps = maps * module.gamma
-            return module.drop_path(maps).flatten(1, 2) + _rows(shortcut)
-
-        rows = run("mlp", _rows(mixed), (height, width), 0, own, residual=_rows(shortcut))
-        return rows.unflatten(1, (height, width)).permute(0, 3, 1, 2)
-
-    @staticmethod
-    def paper_layers(blocks: Sequence[Block]) -> set[int]:
-        """All but the last stage; of the last but one, 6 of 9 or 21 of 27 blocks, two thirds of any other number."""
-        stages = sorted({block.stage for block in blocks})
-        covered = set()
-        for stage in stages[:-1] or stages:
-            inside = sorted(block.index for block in blocks if block.stage == stage)
-            count = len(inside)
-            if stage == stages[-2:][0] and len(stages) > 1:
-                count = {9: 6, 27: 21}.get(count, round(count * 2 / 3))
-            covered.update(inside[:count])
-        return covered
+    def forward(self, m: Any, run: RunBranch, x: Tensor) -> Tensor:
+        mixed = m.conv_dw(x)
+        shape = mixed.shape[2:]
+        return maps_of(run("mlp", rows_of(mixed), rows_of(m.shortcut(x)), shape), shape)
 
 
-class ConvNeXtDownsample(ConvNeXtBlock):
+@adapts("timm.models.convnext.ConvNeXtStage")
+class ConvNeXtDownsample(Adapter):
     """A norm and a convolution over patches that do not overlap: position-wise in the patches."""
 
-    @staticmethod
-    def find(model: nn.Module) -> list[Block]:
-        return []
+    def modules(self, m: Any) -> list[nn.Module]:
+        return [m.downsample] if isinstance(m.downsample, nn.Sequential) and len(m.blocks) else []
 
-    @staticmethod
-    def branch(module: Any, kind: str, **options: Any) -> Branch:
-        norm, conv = module
-        if not (generic.is_plain(conv, nn.Conv2d) and conv.kernel_size == conv.stride and conv.groups == 1):
-            raise Unsupported("the patches of the downsampling convolution overlap, or it has hooks")
-        if conv.padding != (0, 0) or conv.dilation != (1, 1):
-            raise Unsupported("the downsampling convolution is padded or dilated")
-        ((stage, tensors),) = _norm(norm)
-        if not isinstance(stage, Pointwise):
-            raise Unsupported(f"{type(norm).__name__} is not known")
-        fn, channels = stage.fn, conv.in_channels
+    def branches(self, m: Any) -> dict[str, Any]:
+        return {"downsample": [Patches(*m)]}
 
-        def per_pixel(x: Tensor, *tensors: Tensor) -> Tensor:
-            return fn(x.unflatten(-1, (-1, channels)).flatten(1, 2), *tensors).view(x.shape)
-
-        weight = conv.weight.permute(0, 2, 3, 1).flatten(1)
-        return Branch([(Pointwise(per_pixel), tensors), linear((weight, conv.bias))], weight.shape[1])
-
-    @staticmethod
-    def forward(block: Block, run: RunBranch, x: Tensor) -> Tensor:
-        module: Any = block.module
-        (tall, wide), channels = module[1].stride, x.shape[1]
-        height, width = x.shape[2] // tall, x.shape[3] // wide
-
-        def own(rows: Tensor) -> Tensor:
-            maps = rows.view(-1, height, width, tall, wide, channels).permute(0, 5, 1, 3, 2, 4)
-            return module(maps.flatten(4, 5).flatten(2, 3)).permute(0, 2, 3, 1).flatten(1, 2)
-
-        pixels = x[:, :, : height * tall, : width * wide].permute(0, 2, 3, 1)
-        patches = pixels.unflatten(2, (width, wide)).unflatten(1, (height, tall)).transpose(2, 3)
-        rows = run("downsample", patches.flatten(3).flatten(1, 2), (height, width), 0, own)
-        return rows.unflatten(1, (height, width)).permute(0, 3, 1, 2)
+    def forward(self, m: Any, run: RunBranch, x: Tensor) -> Tensor:
+        (tall, wide), (height, width) = m[1].stride, x.shape[2:]
+        shape = (height // tall, width // wide)
+        pixels = x[:, :, : shape[0] * tall, : shape[1] * wide].permute(0, 2, 3, 1)
+        patches = pixels.unflatten(2, (shape[1], wide)).unflatten(1, (shape[0], tall)).transpose(2, 3)
+        return maps_of(run("downsample", patches.flatten(3).flatten(1, 2), None, shape), shape)
 
 
-ADAPTERS: list[type[Adapter]] = [VisionTransformerBlock, ConvNeXtBlock]
+class Patches(nn.Module):
+    """A norm and a convolution, on rows that are patches. It owns nothing of the model it describes."""
+
+    parts: tuple[Any, Any]
+
+    def __init__(self, norm: nn.Module, conv: nn.Module) -> None:
+        super().__init__()
+        self.parts = (norm, conv)
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm, conv = self.parts
+        tall, wide = conv.stride
+        maps = x.flatten(0, 1).view(-1, tall, wide, conv.in_channels).permute(0, 3, 1, 2)
+        return conv(norm(maps)).flatten(1).view(*x.shape[:2], -1)
+
+
+@steps_for(f"{__name__}.Patches")
+def _patches(module: Any) -> list[Step]:
+    norm, conv = module.parts
+    is_conv = type(conv).forward is nn.Conv2d.forward and "forward" not in vars(conv)
+    if not is_conv or conv.kernel_size != conv.stride or conv.groups != 1:
+        raise Unsupported("the patches of the downsampling convolution overlap, or it has hooks")
+    if conv.padding != (0, 0) or conv.dilation != (1, 1):
+        raise Unsupported("the downsampling convolution is padded or dilated")
+    ((stage, refs),) = steps_of(norm)
+    if not isinstance(stage, Pointwise):
+        raise Unsupported(f"{type(norm).__name__} is not known")
+    fn, channels = stage.fn, conv.in_channels
+
+    def per_pixel(x: Tensor, *tensors: Tensor) -> Tensor:
+        return fn(x.unflatten(-1, (-1, channels)).flatten(1, 2), *tensors).view(x.shape)
+
+    weight = LinearOf(lambda: conv.weight.permute(0, 2, 3, 1).flatten(1), lambda: conv.bias)
+    (linear,) = steps_of(weight)
+    assert isinstance(linear.stage, Linear)
+    return [Step(Pointwise(per_pixel), refs), linear]

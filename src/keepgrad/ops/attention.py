@@ -1,13 +1,17 @@
 """Self-attention: exact forward, and a backward renormalised over what is kept.
 
-Shapes: input `[batch, n, in]`, projected to `q, k, v` side by side `[batch, n, 3 * heads * dim]`, output
-`[batch, n, heads * dim]`.
+Shapes: input `[batch, n, in]`, projected to the sections q, k, v (and a gate) side by side `[batch, n, sum of sections]`,
+output `[batch, n, heads * dim]`. k and v may have fewer heads than q.
 
 Forward attends to everything. Backward differentiates attention *among the kept rows*: softmax over the kept keys,
 not the exact probabilities with terms left out, because then the probability mass of the dropped keys would be missing.
 A slot that stands for m positions gets `log m` added to its scores as a key. It costs `keep_ratio ** 2` of the
 exact backward and stores no attention matrix: it is autograd's own backward of
 `F.scaled_dot_product_attention` on the kept rows, on every device and backend.
+
+What differs between models lies in a `Core`: what is done to q and k before the product (norms, rotary positions), what
+is added to the scores (masks, learned biases), the scale, a gate. Each of these functions is told which positions
+and heads it is given (`Places`), so it works on slots as on all rows, and autograd differentiates it there.
 
 | method | backward of                         | saves (of the input; of q, k, v; of the output)            |
 | ---    | ---                                 | ---                                                        |
@@ -20,35 +24,194 @@ With save="input" q, k and v are redone from the saved input.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..sampling import Kept
-from .stages import Linear, Link, Point, Pull, Stage, Tensors, partial_vjp
+from .stages import Linear, Parallel, Point, Pull, Stage, Tensors, partial_vjp
 
-__all__ = ["METHODS", "SelfAttention", "self_attention"]
+__all__ = ["METHODS", "Core", "Part", "Places", "SelfAttention", "add_dense", "rotate", "row_norm"]
 
 METHODS = ("qkv", "query", "head", "off")
+
+
+class Places(NamedTuple):
+    """Which positions and heads some rows have; None means all of them, in order."""
+
+    positions: Tensor | None = None
+    heads: Tensor | None = None
+
+    def pick(self, table: Tensor, dim: int) -> Tensor:
+        """The entries of `table` for these positions along `dim`; a size of 1 stands for every position."""
+        if self.positions is None or table.shape[dim] == 1:
+            return table
+        return table.index_select(dim, self.positions)
+
+    def pick_heads(self, table: Tensor, dim: int) -> Tensor:
+        """The entries of `table` for these heads along `dim`; a size of 1 stands for every head."""
+        if self.heads is None or table.shape[dim] == 1:
+            return table
+        return table.index_select(dim, self.heads)
+
+
+class Part(NamedTuple):
+    """A function inside of attention, and how many tensors it takes (behind its other arguments)."""
+
+    fn: Callable[..., Tensor]
+    tensors: int = 0
+
+
+@dataclass(frozen=True)
+class Core:
+    """What attention does with q, k and v.
+
+    `q_parts` and `k_parts` are functions `(rows, places, *tensors)` of rows `[batch, heads, n, dim]`. `biases` are functions
+    `(q, places of q, places of k, *tensors)` to what is added to the scores, broadcast to `[batch, heads, n, n]`, or
+    to a boolean mask of what may be seen. `out_parts` are functions `(rows, places, *tensors)` of the output rows
+    `[batch, n, heads * dim]`, and `gate` is a function of the gate's rows, which the output is then multiplied with.
+    The tensors of all of these come in this order: q, k, biases, out.
+    """
+
+    heads: int
+    kv_heads: int
+    sections: tuple[int, ...]
+    scale: float | None = None
+    causal: bool = False
+    q_parts: tuple[Part, ...] = ()
+    k_parts: tuple[Part, ...] = ()
+    biases: tuple[Part, ...] = ()
+    out_parts: tuple[Part, ...] = ()
+    gate: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(
+        self,
+        rows: Sequence[Tensor],
+        tensors: Tensors,
+        q_at: Places = Places(),  # noqa: B008
+        k_at: Places = Places(),  # noqa: B008
+        key_bias: Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """Attention of q, k, v and the gate, rows `[batch, n, heads * dim]`, to rows `[batch, n, heads * dim]`.
+
+        `key_bias` is added to the scores too; where it is given it takes care of causality.
+        """
+        rest = iter(tensors)
+        heads = self.heads if q_at.heads is None else len(q_at.heads)
+        kv_heads = self.kv_heads if q_at.heads is None else len(q_at.heads)
+        q = rows[0].unflatten(-1, (heads, -1)).transpose(1, 2)
+        k, v = (one.unflatten(-1, (kv_heads, -1)).transpose(1, 2) for one in rows[1:3])
+        for part in self.q_parts:
+            q = part.fn(q, q_at, *(next(rest) for _ in range(part.tensors)))
+        for part in self.k_parts:
+            k = part.fn(k, k_at, *(next(rest) for _ in range(part.tensors)))
+        added = [part.fn(q, q_at, k_at, *(next(rest) for _ in range(part.tensors))) for part in self.biases]
+        if key_bias is not None:
+            added.append(key_bias)
+        elif self.causal and added:
+            added.append(torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril())
+        is_causal = self.causal and key_bias is None and not added
+        mask = None if not added else added[0] if len(added) == 1 else sum(_added(one, q.dtype) for one in added)
+        out = attend(q, k, v, mask, dropout, is_causal, self.scale, heads != kv_heads).transpose(1, 2).flatten(2)
+        for part in self.out_parts:
+            out = part.fn(out, q_at, *(next(rest) for _ in range(part.tensors)))
+        return out if self.gate is None else out * self.gate(rows[3])
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask of what may be seen as what is added to the scores."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else mask
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> Tensor:
+    """torch's attention, for any type of mask, and on the meta device saving what its fused kernels save."""
+    if mask is not None:
+        mask = mask.to(q.dtype) if mask.dtype not in (torch.bool, q.dtype) else mask
+        mask = mask.view(*(1,) * (4 - mask.dim()), *mask.shape)
+    if q.device.type == "meta":
+        return _OnMeta.apply(q, k, v, mask)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=grouped)
+
+
+class _OnMeta(torch.autograd.Function):
+    """torch runs attention on the meta device as matmuls and a softmax, which save the attention matrix."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        batch, heads, count, _ = q.shape
+        out = q.new_empty(batch, count, heads, v.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out)
+        ctx.mask_shape = None if mask is None or not ctx.needs_input_grad[3] else mask.shape
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        q, k, v, _ = ctx.saved_tensors
+        d_mask = None if ctx.mask_shape is None else grad.new_empty(ctx.mask_shape)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_mask
+
+
+def row_norm(fn: Callable[..., Tensor], tensors: int) -> Part:
+    """A norm of each head's channels, or any other function of each row."""
+    return Part(lambda rows, places, *given: fn(rows, *given), tensors)
+
+
+def rotate(half: bool) -> Part:
+    """Rotary positions. Tensors: sine and cosine, `[n, dim]`, or with dimensions for batch and heads in front.
+
+    Channels are rotated in pairs: a channel with that `half` of them further on, or with its neighbour.
+    """
+
+    def fn(rows: Tensor, places: Places, sin: Tensor, cos: Tensor) -> Tensor:
+        sin, cos = places.pick(sin, -2), places.pick(cos, -2)
+        if sin.dim() > 2:
+            sin, cos = places.pick_heads(sin, -3), places.pick_heads(cos, -3)
+        if half:
+            first, second = rows.chunk(2, -1)
+            turned = torch.cat([-second, first], -1)
+        else:
+            turned = torch.stack([-rows[..., 1::2], rows[..., ::2]], -1).flatten(-2)
+        return (rows * cos + turned * sin).to(rows.dtype)
+
+    return Part(fn, 2)
+
+
+def add_dense() -> Part:
+    """A bias or a mask of the scores. Tensors: `[n, n]`, with dimensions for batch and heads in front if any."""
+
+    def fn(q: Tensor, q_at: Places, k_at: Places, bias: Tensor) -> Tensor:
+        bias = k_at.pick(q_at.pick(bias, -2), -1)
+        return q_at.pick_heads(bias, -3) if bias.dim() > 2 else bias
+
+    return Part(fn, 1)
 
 
 @dataclass(frozen=True)
 class SelfAttention(Stage):
     """The projection to q, k and v and the attention itself, as one stage.
 
-    Tensors: those of `projection`, those of `q_norm`, those of `k_norm`, and for the `head` method the indices of the
-    kept heads.
+    Tensors: `counts[0]` of the projection, `counts[1]` of the core, and for the `head` method the indices of the kept
+    heads.
     """
 
-    heads: int
     method: str
-    projection: Linear
-    q_norm: Callable[..., Tensor] | None = None
-    k_norm: Callable[..., Tensor] | None = None
-    counts: tuple[int, int, int] = (1, 0, 0)  # of tensors: projection, q_norm, k_norm
+    projection: Linear | Parallel
+    core: Core
+    counts: tuple[int, int]
     heavy = True
     casts = True
     makes_new = True
@@ -57,162 +220,186 @@ class SelfAttention(Stage):
     def reads_all(self) -> bool:  # type: ignore[override]
         return self.method != "qkv"
 
-    def core(self, qkv: tuple[Tensor, ...], norms: Tensors, key_bias: Tensor | None = None) -> Tensor:
-        """Attention of q, k, v, each `[batch, n, heads, dim]`, to `[batch, n, heads * dim]`."""
-        q, k, v = (rows.transpose(1, 2) for rows in qkv)
-        q_count = self.counts[1]
-        if self.q_norm:
-            q = self.q_norm(q, *norms[:q_count])
-        if self.k_norm:
-            k = self.k_norm(k, *norms[q_count:])
-        mask = None if key_bias is None else key_bias.expand(1, 1, 1, -1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
-
-    def split_heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        return qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)
-
     def split_tensors(self, tensors: tuple) -> tuple[tuple, tuple]:
-        """Those of the projection, and those of the two norms."""
+        """Those of the projection, and those of the core."""
         first, second = self.counts[0], sum(self.counts)
         return tensors[:first], tensors[first:second]
 
+    def sections(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        return qkv.split(self.core.sections, -1)
+
     def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
-        projection, norms = self.split_tensors(tensors)
-        qkv = self.projection.apply(x, projection)
-        out = self.core(self.split_heads(qkv), norms)
+        projection, core = self.split_tensors(tensors)
+        qkv = self.projection.forward(x, projection, None, False)[0]
+        out = self.core(self.sections(qkv), core)
         if not keep_extras:
             return out, ()
         return out, self._rows(qkv, tensors, kept)
 
     def _rows(self, qkv: Tensor, tensors: Tensors, kept: Kept | None) -> Tensors:
-        """What backward needs of q, k and v."""
+        """What backward needs of q, k and v (and the gate)."""
         if self.method == "head":
-            return (qkv.unflatten(-1, (3, self.heads, -1)).index_select(3, tensors[-1]),)
+            return tuple(self._pick_heads(one, tensors[-1]) for one in self.sections(qkv))
         if kept is None:
             return (qkv,)
         if self.method == "qkv":
             return (kept.gather(qkv),)
-        width = qkv.shape[-1] // 3
-        return kept.gather(qkv[..., :width]), qkv[..., width:].contiguous()
+        return tuple(
+            kept.gather(one) if number not in (1, 2) else one.contiguous()
+            for number, one in enumerate(self.sections(qkv))
+        )
+
+    def _pick_heads(self, rows: Tensor, heads: Tensor) -> Tensor:
+        return rows.unflatten(-1, (self.core.heads, -1)).index_select(-2, heads).flatten(-2)
 
     def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
         extras = at.extras
         if not extras:
             assert at.x is not None
-            qkv = self.projection.apply(at.x, self.split_tensors(at.tensors)[0])
+            qkv = self.projection.forward(at.x, self.split_tensors(at.tensors)[0], None, False)[0]
             extras = (qkv,) if self.method == "qkv" else self._rows(qkv, at.tensors, at.kept)
         if self.method == "head":
-            return self._vjp_heads(at, *extras)
+            return self._vjp_heads(at, extras)
         if self.method == "query" and at.kept is not None:
-            return self._vjp_queries(at, at.kept, *extras)
+            return self._vjp_queries(at, at.kept, extras)
         return self._vjp_rows(at, *extras)
 
     def _vjp_rows(self, at: Point, qkv: Tensor) -> tuple[Tensor, Pull]:
-        projection, norms = self.split_tensors(at.tensors)
-        projection_needs, norm_needs = self.split_tensors(at.needs)
-        key_bias = None if at.kept is None else at.kept.key_bias(qkv.dtype)
+        projection, tensors = self.split_tensors(at.tensors)
+        projection_needs, needs = self.split_tensors(at.needs)
+        places, key_bias = Places(), None
+        if at.kept is not None:
+            places = Places(at.kept.picked)
+            key_bias = at.kept.causal_bias(qkv.dtype) if self.core.causal else at.kept.key_bias(qkv.dtype)
 
-        def core(qkv: Tensor, *norms: Tensor) -> Tensor:
-            return self.core(self.split_heads(qkv), norms, key_bias)
+        def core(qkv: Tensor, *tensors: Tensor) -> Tensor:
+            return self.core(self.sections(qkv), tensors, places, places, key_bias)
 
-        out, pull_core = partial_vjp(core, qkv, norms, norm_needs)
+        out, pull_core = partial_vjp(core, qkv, tensors, needs)
 
         def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-            d_qkv, d_norms = pull_core(grad)
+            d_qkv, d_core = pull_core(grad)
             assert d_qkv is not None
-            dx, found = self.projection.backward(at.x, projection, projection_needs, d_qkv, at.need_input)
-            return dx, (*found, *d_norms)
+            where = Point(at.x, projection, projection_needs, (), None, False, at.need_input)
+            dx, found = self.projection.vjp(where)[1](d_qkv)
+            return dx, (*found, *d_core)
 
         return out, pull
 
-    def _vjp_queries(self, at: Point, kept: Kept, q: Tensor, kv: Tensor) -> tuple[Tensor, Pull]:
-        norms, norm_needs = self.split_tensors(at.tensors)[1], self.split_tensors(at.needs)[1]
+    def _vjp_queries(self, at: Point, kept: Kept, rows: Tensors) -> tuple[Tensor, Pull]:
+        tensors, needs = self.split_tensors(at.tensors)[1], self.split_tensors(at.needs)[1]
+        key_bias, others = None, len(rows) - 1
+        if self.core.causal:
+            key_bias = kept.picked.unsqueeze(1) >= torch.arange(kept.positions, device=kept.picked.device)
 
-        def core(q: Tensor, kv: Tensor, *norms: Tensor) -> Tensor:
-            k, v = kv.unflatten(-1, (2, self.heads, -1)).unbind(2)
-            return self.core((q.unflatten(-1, (self.heads, -1)), k, v), norms)
+        def core(q: Tensor, *given: Tensor) -> Tensor:
+            return self.core((q, *given[:others]), given[others:], Places(kept.picked), Places(), key_bias)
 
-        out, pull_core = partial_vjp(core, q, (kv, *norms), (True, *norm_needs))
+        out, pull_core = partial_vjp(core, rows[0], (*rows[1:], *tensors), ((True,) * others + needs))
 
         def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-            dq, (dkv, *d_norms) = pull_core(grad)
-            assert dq is not None
-            assert dkv is not None
-            queries, others = slice(0, dq.shape[-1]), slice(dq.shape[-1], None)
-            dx_q, found_q = self._project_back(at, queries, None if at.x is None else kept.gather(at.x), dq)
-            dx, found_kv = self._project_back(at, others, at.x, dkv)
-            if dx_q is not None:
-                dx = kept.give_back(dx_q, dx)
-            pairs = zip(found_q, found_kv, strict=True)
-            found = (None if a is None or b is None else torch.cat([a, b]) for a, b in pairs)
-            return dx, (*found, *d_norms)
+            dq, found = pull_core(grad)
+            edges = _edges(self.core.sections)
+            jobs = [
+                _Job(*edge, None, d, number not in (1, 2))
+                for number, (edge, d) in enumerate(zip(edges, (dq, *found[:others]), strict=True))
+            ]
+            if isinstance(self.projection, Linear):  # k and v by one matmul
+                joint = _Job(jobs[1].start, jobs[2].stop, None, torch.cat([jobs[1].grad, jobs[2].grad], -1), False)
+                jobs[1:3] = [joint]
+            dx, given = self._project_back(at, kept, jobs)
+            return dx, (*given, *found[others:])
 
         return out, pull
 
-    def _vjp_heads(self, at: Point, qkv: Tensor) -> tuple[None, Pull]:
-        norms, norm_needs = self.split_tensors(at.tensors)[1], self.split_tensors(at.needs)[1]
-        heads = at.tensors[-1]
+    def _vjp_heads(self, at: Point, rows: Tensors) -> tuple[None, Pull]:
+        tensors, needs = self.split_tensors(at.tensors)[1], self.split_tensors(at.needs)[1]
+        heads, others = at.tensors[-1], len(rows) - 1
+        places = Places(heads=heads)
 
-        def core(qkv: Tensor, *norms: Tensor) -> Tensor:
-            return self.core(qkv.unbind(2), norms)
+        def core(q: Tensor, *given: Tensor) -> Tensor:
+            return self.core((q, *given[:others]), given[others:], places, places)
 
-        _, pull_core = partial_vjp(core, qkv, norms, norm_needs)
+        _, pull_core = partial_vjp(core, rows[0], (*rows[1:], *tensors), ((True,) * others + needs))
 
         def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-            grad = grad.unflatten(-1, (self.heads, -1)).index_select(2, heads).flatten(2)
-            d_qkv, d_norms = pull_core(grad)
-            assert d_qkv is not None
-            width = sum(self.projection.outs)
-            part = torch.arange(width, device=grad.device).view(3, self.heads, -1).index_select(1, heads).flatten()
-            dx, found = self._project_back(at, part, at.x, d_qkv.flatten(2))
-            full = (None if g is None else g.new_zeros(width, *g.shape[1:]).index_copy(0, part, g) for g in found)
-            return dx, (*full, *d_norms, None)
+            dq, found = pull_core(self._pick_heads(grad, heads))
+            jobs = []
+            for (start, stop), d in zip(_edges(self.core.sections), (dq, *found[:others]), strict=True):
+                channels = torch.arange(stop - start, device=grad.device).view(self.core.heads, -1)
+                jobs.append(_Job(start, stop, channels.index_select(0, heads).flatten(), d, False))
+            dx, given = self._project_back(at, None, jobs)
+            return dx, (*given, *found[others:], None)
 
         return None, pull
 
     def _project_back(
-        self, at: Point, part: slice | Tensor, x: Tensor | None, grad: Tensor
+        self, at: Point, kept: Kept | None, jobs: Sequence[_Job]
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        """The backward of some output channels of the projection, at input rows `x`."""
-        given = tuple(t[part] for t in self.split_tensors(at.tensors)[0])
-        layer = Linear((grad.shape[-1],), self.projection.biases)
-        return layer.backward(x, given, self.split_tensors(at.needs)[0], grad, at.need_input)
+        """The backward of the projection for some of its output channels at a time."""
+        layers = self._layers(*(self.split_tensors(given)[0] for given in (at.tensors, at.needs)))
+        x_slots = None if at.x is None or kept is None else kept.gather(at.x)
+        grads: list[list[Tensor | None]] = [[None] * len(layer.tensors) for layer in layers]
+        sums: dict[bool, Tensor | None] = {True: None, False: None}
+        for job in jobs:
+            number = next(i for i, layer in enumerate(layers) if layer.start <= job.start < layer.stop)
+            layer, shift = layers[number], job.start - layers[number].start
+            own = slice(shift, job.stop - layer.start) if job.channels is None else job.channels + shift
+            cut = tuple(t[own] for t in layer.tensors)
+            x = x_slots if job.is_slots else at.x
+            dx, found = layer.stage.backward(x, cut, layer.needs, job.grad, at.need_input)
+            for i, d in enumerate(found):
+                if d is not None:
+                    whole = grads[number][i]
+                    grads[number][i] = whole = d.new_zeros(layer.tensors[i].shape) if whole is None else whole
+                    whole[own] = d
+            before = sums[job.is_slots]
+            sums[job.is_slots] = dx if before is None or dx is None else before + dx
+        dx, slots = sums[False], sums[True]
+        if slots is not None:
+            assert kept is not None
+            dx = kept.give_back(slots, dx)
+        return dx, tuple(g for group in grads for g in group)
+
+    def _layers(self, tensors: tuple, needs: tuple) -> list[_Layer]:
+        """The linear layers of the projection."""
+        if isinstance(self.projection, Linear):
+            return [_Layer(self.projection, tensors, needs, 0, sum(self.core.sections))]
+        groups = zip(self.projection.split(tensors), self.projection.split(needs), strict=True)
+        stages: Any = self.projection.stages
+        edges = _edges(self.projection.widths)
+        return [_Layer(stage, *group, *edge) for stage, group, edge in zip(stages, groups, edges, strict=True)]
 
     def needs_input(self, needs: tuple[bool, ...], redo: bool) -> bool:
         return redo or self.projection.needs_input(self.split_tensors(needs)[0], redo)
 
-    @property
-    def writes_all(self) -> bool:  # type: ignore[override]
-        return self.method == "head"
-
     def redoable(self, reduced: bool) -> bool:
         return not reduced and self.method != "head"
 
-    def width(self, width: int) -> int:
-        return sum(self.projection.outs) // 3
 
-    def saved_width(self, width: int) -> int:
-        normed = 2 * self.width(width) if self.q_norm else 0
-        return width + sum(self.projection.outs) + normed
-
-    def extra_width(self, width: int, keep_ratio: float) -> float:
-        share = (keep_ratio + 2) / 3 if self.method == "query" else keep_ratio
-        return sum(self.projection.outs) * share
+def _edges(widths: Sequence[int]) -> list[tuple[int, int]]:
+    edges, start = [], 0
+    for width in widths:
+        edges.append((start, start + width))
+        start += width
+    return edges
 
 
-def self_attention(
-    heads: int,
-    projection: Link,
-    q_norm: Link | None = None,
-    k_norm: Link | None = None,
-    method: str = "qkv",
-    kept_heads: Tensor | None = None,
-) -> Link:
-    """A `SelfAttention` stage from its projection (to q, k, v), its norms of q and k, and its drop method."""
-    stage, tensors = projection
-    assert isinstance(stage, Linear)
-    norms = [(None, ()) if norm is None else (norm[0].fn, norm[1]) for norm in (q_norm, k_norm)]  # type: ignore[attr-defined]
-    counts = (len(tensors), len(norms[0][1]), len(norms[1][1]))
-    whole = SelfAttention(heads, method, stage, norms[0][0], norms[1][0], counts)
-    picked = () if kept_heads is None else (kept_heads,)
-    return whole, (*tensors, *norms[0][1], *norms[1][1], *picked)
+class _Job(NamedTuple):
+    """Output channels of the projection, from `start` to `stop` or `channels` of those, with their gradient."""
+
+    start: int
+    stop: int
+    channels: Tensor | None
+    grad: Any
+    is_slots: bool
+
+
+class _Layer(NamedTuple):
+    """A linear layer of the projection, and the channels it makes."""
+
+    stage: Linear
+    tensors: Tensors
+    needs: tuple[bool, ...]
+    start: int
+    stop: int

@@ -1,114 +1,111 @@
-"""A branch of a block: a chain of stages, or attention with the chains before and after it.
+"""A branch of a block: stages in a row, at most one of which is attention.
 
 Attention is one chain with everything around it where its backward is reduced or redone. Where it is neither (every
-position kept and save="heavy") or cannot be (dropout of the attention matrix, an attention mask, a projection that is
-no plain linear layer), the attention itself is left to autograd and its fused kernel, and the chains before and after
-it run in the engine.
-
-`width` is the number of channels of the input.
+position kept and save="heavy") or cannot be (dropout of the attention matrix, a projection that is no plain linear
+layer), the attention itself is left to autograd and its fused kernel, and the chains before and after it run in the
+engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..sampling import Kept
-from .attention import self_attention
-from .chain import run, run_stages, saved_width
-from .stages import Linear, Link, Stage
+from .attention import Core, SelfAttention
+from .chain import run, run_stages
+from .stages import Linear, Link, Parallel, Tensors
 
-__all__ = ["AttentionBranch", "Branch"]
+__all__ = ["BoundAttention", "Branch"]
+
+
+@dataclass(frozen=True)
+class BoundAttention:
+    """The attention of a branch: the projection to q, k and v as a link, what is done with them, and its tensors."""
+
+    projection: Link
+    core: Core
+    tensors: Tensors
+    dropout: float = 0.0
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether some output channels of the projection can be differentiated without the others."""
+        stage = self.projection[0]
+        inner = stage.stages if isinstance(stage, Parallel) else (stage,)
+        return all(isinstance(one, Linear) for one in inner)
+
+    def is_whole(self, reduced: bool, method: str, save: str) -> bool:
+        """Whether the attention itself is left to autograd."""
+        if self.dropout > 0 or (not reduced and save == "heavy"):
+            return True
+        if not isinstance(self.projection[0], (Linear, Parallel)):
+            return True
+        if method == "head" and self.core.heads != self.core.kv_heads:
+            return True
+        return reduced and method != "qkv" and not self.cuttable
+
+    def link(self, method: str, heads: Tensor | None) -> Link:
+        """It as a stage of a chain."""
+        stage, tensors = self.projection
+        assert isinstance(stage, (Linear, Parallel))
+        picked = () if heads is None else (heads,)
+        counts = (len(tensors), len(self.tensors))
+        return SelfAttention(method, stage, self.core, counts), (*tensors, *self.tensors, *picked)
+
+    def attend(self, qkv: Tensor) -> Tensor:
+        """Attention of the projection's output, under plain autograd."""
+        return self.core(qkv.split(self.core.sections, -1), self.tensors, dropout=self.dropout)
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A position-wise branch."""
-
-    links: Sequence[Link]
-    width: int
-
-    def run(self, x: Tensor, kept: Kept | None, save: str, residual: Tensor | None) -> Tensor:
-        """All positions forward, the kept slots backward; the residual is added."""
-        return run(self.links, x, kept, save, residual)
-
-    def saved_width(self, keep_ratio: float, save: str) -> tuple[float, float]:
-        """Channels a position that plain autograd and keepgrad save."""
-        return saved_width(_stages(self.links), self.width, keep_ratio, save)
-
-
-@dataclass(frozen=True)
-class AttentionBranch:
-    """Self-attention, with chains before and after it."""
+    """The stages of a branch with their tensors; `attention` lies between `before` and `after`."""
 
     before: Sequence[Link]
-    heads: int
-    projection: Link
-    after: Sequence[Link]
-    width: int
-    q_norm: Link | None = None
-    k_norm: Link | None = None
-    dropout: float = 0.0
-    attn_mask: Tensor | None = None
-    is_causal: bool = False
-
-    def _stage(self, method: str, kept_heads: Tensor | None = None) -> Link:
-        return self_attention(self.heads, self.projection, self.q_norm, self.k_norm, method, kept_heads)
-
-    def _is_whole(self, reduced: bool, save: str) -> bool:
-        """Whether the attention itself is left to autograd."""
-        if not isinstance(self.projection[0], Linear):
-            return True
-        if self.dropout > 0 or self.attn_mask is not None or self.is_causal:
-            return True
-        return not reduced and save == "heavy"
+    attention: BoundAttention | None = None
+    after: Sequence[Link] = ()
 
     def run(
         self,
         x: Tensor,
         kept: Kept | None,
         save: str,
-        residual: Tensor | None,
-        method: str,
-        kept_heads: Tensor | None,
+        residual: Tensor | None = None,
+        method: str = "qkv",
+        heads: Tensor | None = None,
     ) -> Tensor:
         """All positions forward, the kept slots or heads backward; the residual is added."""
-        reduced = kept is not None or kept_heads is not None
-        if self._is_whole(reduced, save):
-            out = self.attend(run([*self.before, self.projection], x, kept, save))
+        attention = self.attention
+        if attention is None:
+            return run(self.before, x, kept, save, residual)
+        reduced = kept is not None or heads is not None
+        if attention.is_whole(reduced, method, save):
+            out = attention.attend(run([*self.before, attention.projection], x, kept, save))
             return run(self.after, out, kept, save, residual)
-        stage = self._stage(method if reduced else "qkv", kept_heads)
-        return run([*self.before, stage, *self.after], x, kept, save, residual)
+        link = attention.link(method if reduced else "qkv", heads)
+        return run([*self.before, link, *self.after], x, kept, save, residual)
 
-    def attend(self, qkv: Tensor) -> Tensor:
-        """Attention under plain autograd."""
-        out = F.scaled_dot_product_attention(*self.heads_of(qkv), self.attn_mask, self.dropout, self.is_causal)
-        return out.transpose(1, 2).flatten(2)
+    def plain(self, x: Tensor) -> Tensor:
+        """The branch under ordinary autograd."""
+        if self.attention is None:
+            return run_stages(self.before, x)
+        out = self.attention.attend(run_stages([*self.before, self.attention.projection], x))
+        return run_stages(self.after, out)
 
-    def heads_of(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v with their norms, each `[batch, heads, n, dim]`."""
-        q, k, v = (part.transpose(1, 2) for part in qkv.unflatten(-1, (3, self.heads, -1)).unbind(2))
-        q = q if self.q_norm is None else run_stages([self.q_norm], q)
-        k = k if self.k_norm is None else run_stages([self.k_norm], k)
-        return q, k, v
+    def on_meta(self) -> Branch:
+        """The same branch with tensors that have no data and all need gradients."""
 
-    def saved_width(self, keep_ratio: float, save: str, method: str) -> tuple[float, float]:
-        """Channels a position that plain autograd and keepgrad save."""
-        before, after = _stages(self.before), _stages(self.after)
-        if not self._is_whole(keep_ratio < 1, save):
-            stage = self._stage(method if keep_ratio < 1 else "qkv")[0]
-            return saved_width([*before, stage, *after], self.width, keep_ratio, save)
-        plain, ours = saved_width([*before, self.projection[0]], self.width, keep_ratio, save)
-        out = self.projection[0].width(self.width) // 3
-        core = (3 if self.q_norm is None else 5) * out
-        plain_after, ours_after = saved_width(after, out, keep_ratio, save)
-        # Attention saves its output, and with every position kept that is also what the chain behind it saves.
-        shared = out if keep_ratio == 1 else 0
-        return plain + core + plain_after, ours + core + out + ours_after - shared
+        def bare(link: Link) -> Link:
+            return link[0], _bare(link[1])
+
+        attention = self.attention
+        if attention is not None:
+            attention = replace(attention, projection=bare(attention.projection), tensors=_bare(attention.tensors))
+        return Branch([bare(link) for link in self.before], attention, [bare(link) for link in self.after])
 
 
-def _stages(links: Sequence[Link]) -> list[Stage]:
-    return [stage for stage, _ in links]
+def _bare(tensors: Tensors) -> Tensors:
+    return tuple(t.new_empty(t.shape, device="meta").requires_grad_(t.is_floating_point()) for t in tensors)

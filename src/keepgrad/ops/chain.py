@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..sampling import Kept
-from .stages import Link, Noise, Point, Pull, Stage, Tensors, cast
+from .stages import Link, Noise, Point, Pull, Stage, Tensors, autocast_dtype, cast
 
-__all__ = ["SAVES", "run", "run_stages", "saved_width"]
+__all__ = ["SAVES", "run", "run_stages"]
 
 SAVES = ("heavy", "input")
 PIECE_BYTES = 2**24
@@ -51,7 +51,6 @@ def run(links: Sequence[Link], x: Tensor, kept: Kept | None, save: str, residual
     if not torch.is_grad_enabled() or not (x.requires_grad or any(map(any, needs))):
         out = run_stages(links, x)
         return out if residual is None else residual + out
-    device = x.device.type
     spec = _Spec(
         stages=stages,
         needs=needs,
@@ -59,7 +58,7 @@ def run(links: Sequence[Link], x: Tensor, kept: Kept | None, save: str, residual
         save=save,
         frame=None if kept is None else kept.frame,
         adds_input=residual is x,
-        autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+        autocast=autocast_dtype(x),
     )
     kept_tensors = (None,) * _KEPT_TENSORS if kept is None else kept.tensors
     flat = [t for group in tensors for t in group]
@@ -227,10 +226,7 @@ def _in_pieces(spec: _Spec, x: Tensor, tensors: list[Tensors], kept: Kept | None
         end -= 1
     if any(isinstance(stage, Noise) for stage in spec.stages[:end]):
         return None
-    widest = width = x.shape[-1]
-    for stage in spec.stages[:end]:
-        width = stage.width(width)
-        widest = max(widest, width)
+    widest = max([x.shape[-1], *(t.shape[0] for group in tensors for t in group if t.dim() == 2)])
     per_sample = x.shape[1] * widest * x.element_size()
     count = max(1, PIECE_BYTES // max(1, per_sample))
     if x.shape[0] < 2 * count:
@@ -286,22 +282,3 @@ def _redo(
             # What is held until the next stage's turn is what it reads.
             value = cast(value, spec.autocast)
     return pulls
-
-
-def saved_width(stages: Sequence[Stage], width: int, keep_ratio: float, save: str) -> tuple[float, float]:
-    """Channels a position that plain autograd and keepgrad save for a chain on `width` channels, nothing frozen."""
-    needs = tuple((True,) * 8 for _ in stages)
-    frame = None if keep_ratio == 1 else ("drop", 0, 0, 0)
-    spec = _Spec(tuple(stages), needs, True, save, frame, False, None)
-    plain, ours = 0.0, 0.0
-    widths = [width]
-    for i, stage in enumerate(stages):
-        plain += stage.saved_width(widths[-1])
-        if spec.keeps_extras(i):
-            ours += stage.extra_width(widths[-1], keep_ratio)
-        widths.append(stage.width(widths[-1]))
-    for i, (saves, size) in enumerate(zip(spec.saves(), widths, strict=True)):
-        if saves:
-            whole = any(stage.reads_all for stage in stages[i:]) or any(stage.writes_all for stage in stages[:i])
-            ours += size * (1.0 if whole else keep_ratio)
-    return plain, ours

@@ -10,6 +10,8 @@ Shapes: a stage maps rows `[batch, positions, in]` to rows `[batch, positions, o
 | LayerNorm | no    | -                               | its kernel, with mean and deviation redone         |
 | Opaque    | yes   | -                               | the same; for modules keepgrad does not know       |
 | Linear    | yes   | -                               | two matmuls; needs its input, not its output       |
+| Parallel  | yes   | -                               | those of its stages, their input gradients added   |
+| GRN       | no    | a norm for each channel, sample | its formula                                        |
 | Noise     | no    | the noise (dropout, drop path)  | a product with the noise                           |
 
 A `Linear` takes the LayerScale behind it along, because the scale's gradient then needs no saved output: with
@@ -20,20 +22,32 @@ Stages hold no tensors. Parameters travel beside them, as inputs of the autograd
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..sampling import Kept
 
 __all__ = [
-    *("Link", "Point", "Pull", "Stage", "Gelu", "LayerNorm", "Linear", "Noise", "Opaque", "Pointwise"),
-    *("cast", "gelu", "layer_norm", "linear", "noise", "pointwise", "rms_norm"),
+    *("Link", "Point", "Pull", "Stage", "Gelu", "GlobalResponseNorm", "LayerNorm", "Linear", "Noise", "Opaque"),
+    *(
+        "Parallel",
+        "Pointwise",
+        "autocast_dtype",
+        "cast",
+        "gelu",
+        "layer_norm",
+        "linear",
+        "noise",
+        "parallel",
+        "pointwise",
+        "rms_norm",
+    ),
 ]
 
 Tensors = tuple[Tensor, ...]
@@ -65,8 +79,6 @@ class Stage:
     """Whether redoing this stage in backward costs about as much as its backward itself."""
     reads_all = False
     """Whether backward needs the input of every position, not of the slots alone."""
-    writes_all = False
-    """Whether what follows is not reduced to slots either."""
     makes_new = False
     """Whether its output and its input gradient are surely new tensors, which the next stage may overwrite."""
     casts = False
@@ -94,18 +106,6 @@ class Stage:
         """Whether the output slots follow from the input slots."""
         return True
 
-    def width(self, width: int) -> int:
-        """The number of output channels for an input of `width` channels."""
-        return width
-
-    def saved_width(self, width: int) -> int:
-        """How many channels a position plain autograd saves for this stage, its output not counted."""
-        return width
-
-    def extra_width(self, width: int, keep_ratio: float) -> float:
-        """How many channels a position `forward` returns as extras."""
-        return 0.0
-
 
 Link = tuple[Stage, Tensors]
 """A stage and its tensors."""
@@ -116,7 +116,6 @@ class Pointwise(Stage):
     """A cheap function of each row: a norm, an activation, a gate."""
 
     fn: Callable[..., Tensor]
-    out_width: Callable[[int], int] | None = field(default=None)
 
     def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
         return self.fn(x, *tensors), ()
@@ -124,9 +123,6 @@ class Pointwise(Stage):
     def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
         assert at.x is not None
         return partial_vjp(self.fn, at.x, at.tensors, at.needs)
-
-    def width(self, width: int) -> int:
-        return self.out_width(width) if self.out_width else width
 
 
 @dataclass(frozen=True)
@@ -164,7 +160,7 @@ class LayerNorm(Pointwise):
         assert at.x is not None
         x, tensors = at.x, at.tensors
         dtypes = (x.dtype, *(t.dtype for t in tensors))
-        if torch.is_autocast_enabled(x.device.type):
+        if autocast_dtype(x) is not None:
             x, tensors = cast(x, torch.float32), tuple(cast(t, torch.float32) for t in tensors)
         if any(t.dtype != x.dtype for t in tensors):
             return super().vjp(at)
@@ -186,6 +182,7 @@ class LayerNorm(Pointwise):
 class Opaque(Pointwise):
     """Any position-wise module; its output is saved because it may be expensive to redo."""
 
+    out_features: int | None = None
     heavy = True
 
 
@@ -219,41 +216,37 @@ def partial_vjp(fn: Callable[..., Tensor], x: Tensor, tensors: Tensors, needs: t
 
 @dataclass(frozen=True)
 class Linear(Stage):
-    """One or several linear layers on the same input, their outputs side by side; optionally times a scale.
+    """A linear layer, optionally times a scale.
 
-    Tensors: each weight, followed by its bias where `biases` says so; the scale last if `scaled`.
+    Tensors: the weight `[out, in]`, the bias if it `has_bias`, the scale `[out]` if it is `scaled`.
     """
 
-    outs: tuple[int, ...]
-    biases: tuple[bool, ...]
+    has_bias: bool
     scaled: bool = False
     heavy = True
     casts = True
     makes_new = True
 
-    def layers(self, tensors: tuple[Any, ...]) -> list[tuple[Any, Any]]:
-        """`tensors` (or anything in the same order) as pairs of weight and bias."""
-        rest = iter(tensors)
-        return [(next(rest), next(rest) if has_bias else None) for has_bias in self.biases]
+    def _split(self, tensors: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        """Weight, bias and scale, or anything in their order; None for those that are not there."""
+        weight, *rest = tensors
+        bias = rest.pop(0) if self.has_bias else None
+        return weight, bias, rest[0] if self.scaled else None
 
     def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
-        return self.apply(x, tensors), ()
-
-    def apply(self, x: Tensor, tensors: Tensors) -> Tensor:
-        outs = [F.linear(x, weight, bias) for weight, bias in self.layers(tensors)]
-        out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
-        if not self.scaled:
-            return out
-        scale = tensors[-1]
+        weight, bias, scale = self._split(tensors)
+        out = F.linear(x, weight, bias)
+        if scale is None:
+            return out, ()
         # Autograd would need the product's other factor; the engine does not.
         in_place = not torch.is_grad_enabled() and out.dtype == scale.dtype
-        return out.mul_(scale) if in_place else out * scale
+        return out.mul_(scale) if in_place else out * scale, ()
 
     def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
         out = None
         if at.need_output:
             assert at.x is not None
-            out = self.apply(at.x, at.tensors)
+            out = self.forward(at.x, at.tensors, None, False)[0]
         # Handed over, not shared: backward frees it half-way, before it makes a gradient of the same size.
         held, tensors, needs, need_input = [at.x], at.tensors, at.needs, at.need_input
         return out, lambda grad: self.backward(held.pop(), tensors, needs, grad, need_input)
@@ -262,47 +255,123 @@ class Linear(Stage):
         self, x: Tensor | None, tensors: Tensors, needs: tuple[bool, ...], grad: Tensor, need_input: bool
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
         """The gradients of the input and of the tensors, at input rows `x` (None if no weight needs one)."""
-        device = grad.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[0].dtype
-        grad = cast(grad, dtype)
-        rows = None if x is None else cast(x, dtype).flatten(0, -2)
-        scale, scale_needs = (tensors[-1], needs[-1]) if self.scaled else (None, False)
-        layers = self.layers(tensors)
-        grads = (grad,) if len(self.outs) == 1 else grad.split(self.outs, -1)
+        weight, bias, scale = self._split(tensors)
+        weight_needs, bias_needs, scale_needs = self._split(needs)
+        dtype = autocast_dtype(grad) or weight.dtype
+        dy = cast(grad, dtype).flatten(0, -2)
+        outer: Any = None
+        if weight_needs or scale_needs:
+            assert x is not None
+            outer = dy.t() @ cast(x, dtype).flatten(0, -2)
+        total: Any = dy.sum(0) if bias_needs or (scale_needs and bias is not None) else None
         found: list[Tensor | None] = []
-        for (weight, bias), (weight_needs, bias_needs), dy in zip(layers, self.layers(needs), grads, strict=True):
-            dy = dy.flatten(0, -2)
-            outer: Any = dy.t() @ rows if weight_needs or scale_needs else None
-            total: Any = dy.sum(0) if bias_needs or (scale_needs and bias is not None) else None
-            if scale is None:
-                found.append(cast(outer, weight.dtype) if weight_needs else None)
-                if bias is not None:
-                    found.append(cast(total, bias.dtype) if bias_needs else None)
-                continue
+        if scale is None:
+            found.append(cast(outer, weight.dtype) if weight_needs else None)
+            if bias is not None:
+                found.append(cast(total, bias.dtype) if bias_needs else None)
+        else:
             found.append(cast(outer * scale.unsqueeze(1), weight.dtype) if weight_needs else None)
             if bias is not None:
                 found.append(cast(total * scale, bias.dtype) if bias_needs else None)
-            shift = 0 if bias is None or total is None else bias * total
+            shift = 0 if total is None else bias * total
             found.append(cast((weight * outer).sum(1) + shift, scale.dtype) if scale_needs else None)
-        del x, rows
+        del x, outer
         dx: Tensor | None = None
         if need_input:
-            for (weight, _), dy in zip(layers, grads, strict=True):
-                scaled = weight if scale is None else weight * scale.unsqueeze(1)
-                part = dy @ cast(scaled, dtype)
-                dx = part if dx is None else dx + part
+            factor = weight if scale is None else weight * scale.unsqueeze(1)
+            dx = (dy @ cast(factor, dtype)).unflatten(0, grad.shape[:-1])
         return dx, tuple(found)
 
     def needs_input(self, needs: tuple[bool, ...], redo: bool) -> bool:
-        weights = any(weight for weight, _ in self.layers(needs))
-        return weights or (self.scaled and needs[-1])
+        weight, _, scale = self._split(needs)
+        return weight or bool(scale)
 
-    def width(self, width: int) -> int:
-        return sum(self.outs)
 
-    def saved_width(self, width: int) -> int:
-        # The scale is a product of its own under autograd, and saves the other factor.
-        return width + (sum(self.outs) if self.scaled else 0)
+@dataclass(frozen=True)
+class Parallel(Stage):
+    """Several stages on the same input, their outputs side by side. Tensors: those of each, `counts` of them."""
+
+    stages: tuple[Stage, ...]
+    widths: tuple[int, ...]
+    counts: tuple[int, ...]
+    heavy = True
+    casts = True
+    makes_new = True
+
+    def split(self, tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """`tensors`, or anything in their order, stage by stage."""
+        rest = iter(tensors)
+        return [tuple(next(rest) for _ in range(count)) for count in self.counts]
+
+    def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
+        groups = zip(self.stages, self.split(tensors), strict=True)
+        return torch.cat([stage.forward(x, group, None, False)[0] for stage, group in groups], dim=-1), ()
+
+    def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
+        groups = zip(self.stages, self.split(at.tensors), self.split(at.needs), strict=True)
+        pairs = [stage.vjp(replace(at, tensors=group, needs=needs)) for stage, group, needs in groups]
+        out = torch.cat([part for part, _ in pairs if part is not None], dim=-1) if at.need_output else None
+
+        def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+            dx: Tensor | None = None
+            found: list[Tensor | None] = []
+            for (_, one), dy in zip(pairs, grad.split(self.widths, -1), strict=True):
+                part, more = one(dy)
+                found += more
+                if part is not None:
+                    dx = part if dx is None else dx + part
+            return dx, tuple(found)
+
+        return out, pull
+
+    def needs_input(self, needs: tuple[bool, ...], redo: bool) -> bool:
+        groups = zip(self.stages, self.split(needs), strict=True)
+        return any(stage.needs_input(group, redo) for stage, group in groups)
+
+
+@dataclass(frozen=True)
+class GlobalResponseNorm(Stage):
+    """`x + bias + weight * x * n`, with `n = g / (mean over channels of g + eps)` and `g` each channel's norm over all
+    positions (ConvNeXt V2).
+
+    `g` is exact: it is taken from all positions in the forward pass, and saved, one row a sample. In backward its
+    gradient is the sum over the slots, and it goes on to the slots: `g ** 2` is taken to be the sum of `m * x ** 2`
+    over the slots, where a slot stands for m positions. Tensors: weight and bias.
+    """
+
+    eps: float
+    makes_new = True
+
+    def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
+        weight, bias = tensors
+        size = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+        return self._apply(x, size, weight, bias), (size,) if keep_extras else ()
+
+    def _apply(self, x: Tensor, size: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return x + torch.addcmul(bias, weight, x * self._share(size))
+
+    def _share(self, size: Tensor) -> Tensor:
+        return size / (size.mean(dim=-1, keepdim=True) + self.eps)
+
+    def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
+        assert at.x is not None
+        x, (size,), (weight, bias) = at.x, at.extras, at.tensors
+        many = None if at.kept is None else at.kept.size
+        share, pull_share = partial_vjp(self._share, size, (), ())
+
+        def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+            scaled = grad * x
+            d_weight = cast((scaled * share).sum((0, 1)), weight.dtype) if at.needs[0] else None
+            d_bias = cast(grad.sum((0, 1)), bias.dtype) if at.needs[1] else None
+            d_size, _ = pull_share((scaled * weight).sum(1, keepdim=True))
+            assert d_size is not None
+            # A channel that is zero everywhere has no gradient, as torch defines it for a norm.
+            through = x * torch.where(size == 0, 0, d_size / size)
+            if many is not None:
+                through = through * many.to(x.dtype).unsqueeze(-1)
+            return grad * (1 + weight * share) + through, (d_weight, d_bias)
+
+        return self._apply(x, size, weight, bias) if at.need_output else None, pull
 
 
 @dataclass(frozen=True)
@@ -312,7 +381,7 @@ class Noise(Stage):
     The noise is drawn in the shape the module itself would use, so the random stream is that of the plain model.
     """
 
-    module: nn.Module
+    module: Callable[[Tensor], Tensor]
     per_sample: bool
     makes_new = True
 
@@ -335,11 +404,13 @@ class Noise(Stage):
     def needs_input(self, needs: tuple[bool, ...], redo: bool) -> bool:
         return False
 
-    def saved_width(self, width: int) -> int:
-        return 0 if self.per_sample else width
 
-    def extra_width(self, width: int, keep_ratio: float) -> float:
-        return self.saved_width(width) * keep_ratio
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The type to which autocast would cast where this tensor is; None where it is off."""
+    device = tensor.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -347,15 +418,16 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def linear(*layers: tuple[Tensor, Tensor | None], scale: Tensor | None = None) -> Link:
-    """A `Linear` stage for weights `[out, in]` with their biases, and a scale `[out]` for the output of one."""
-    tensors: list[Tensor] = []
-    for weight, bias in layers:
-        tensors += [weight] if bias is None else [weight, bias]
-    outs = tuple(weight.shape[0] for weight, _ in layers)
-    biases = tuple(bias is not None for _, bias in layers)
-    assert scale is None or len(layers) == 1
-    return Linear(outs, biases, scale is not None), (*tensors, *(() if scale is None else (scale,)))
+def linear(weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Link:
+    """A `Linear` stage for a weight `[out, in]`, its bias, and a scale `[out]` for its output."""
+    tensors = tuple(t for t in (weight, bias, scale) if t is not None)
+    return Linear(bias is not None, scale is not None), tensors
+
+
+def parallel(links: Sequence[Link], widths: Sequence[int]) -> Link:
+    """A `Parallel` stage for stages whose outputs have `widths` channels."""
+    stages, tensors = zip(*links, strict=True)
+    return Parallel(stages, tuple(widths), tuple(map(len, tensors))), tuple(t for group in tensors for t in group)
 
 
 def pointwise(fn: Callable[..., Tensor], *tensors: Tensor | None) -> Link:
@@ -376,7 +448,7 @@ def layer_norm(shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | Non
     fn = _Norm(F.layer_norm, shape, eps)
     if weight is None or bias is None:
         return pointwise(fn, weight, bias)
-    return LayerNorm(fn, None, shape, eps), (weight, bias)
+    return LayerNorm(fn, shape, eps), (weight, bias)
 
 
 def rms_norm(shape: tuple[int, ...], weight: Tensor | None, eps: float | None) -> Link:
@@ -396,9 +468,9 @@ class _Norm:
 
 def gelu(approximate: str) -> Link:
     """A `Gelu` stage."""
-    return Gelu(partial(F.gelu, approximate=approximate), None, approximate), ()
+    return Gelu(partial(F.gelu, approximate=approximate), approximate), ()
 
 
-def noise(module: nn.Module, per_sample: bool = False) -> Link:
+def noise(module: Callable[[Tensor], Tensor], per_sample: bool = False) -> Link:
     """A `Noise` stage for a dropout (or, `per_sample`, drop path) module."""
     return Noise(module, per_sample), ()

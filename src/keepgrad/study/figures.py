@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..report import figures
-from ..sampling import Grid
+from ..sampling import Layout
 from .questions import EVERYWHERE, FULL, Question, name_of
 from .results import Results, mean_and_error
 
@@ -181,13 +181,14 @@ def heat_map(question: Question, results: Results) -> tuple[Draw, tuple[float, f
     return draw, (PANEL[0] * 1.25, 1.0 + 0.24 * len(layers))
 
 
-def mask_picture(image: Tensor, grid: Grid, kept: Tensor, side: int = 224) -> bytes:
+def mask_picture(image: Tensor, layout: Layout, kept: Tensor, side: int = 224) -> bytes:
     """An image with the positions that a mask drops made pale, as PNG."""
     import torch
     from torchvision.transforms.v2.functional import to_pil_image
 
-    shown = torch.zeros(grid.height * grid.width).index_fill_(0, kept, 1.0).view(1, 1, grid.height, grid.width)
-    tall, wide = (side, round(side * grid.width / grid.height))
+    height, width = layout.tall_and_wide
+    shown = torch.zeros(height * width).index_fill_(0, kept, 1.0).view(1, 1, height, width)
+    tall, wide = (side, round(side * width / height))
     large = torch.nn.functional.interpolate(shown, (tall, wide), mode="nearest")[0]
     pixels = torch.nn.functional.interpolate(image.float().unsqueeze(0), (tall, wide), mode="bilinear")[0]
     pixels = pixels[:3] if pixels.shape[0] >= 3 else pixels[:1].expand(3, -1, -1)

@@ -20,7 +20,7 @@ from ..errors import ConfigError, DivergedError, InputError
 from ..fidelity import cost, fidelity
 from ..memory import saved_bytes
 from ..patch import apply, exact, masks_drawn, plan, remove
-from ..sampling import MASKS, Grid
+from ..sampling import MASKS, Layout
 from ..timing import seconds_in_turns
 from ..train.classify import Batch, Classification, evaluate
 from ..train.images import some_of
@@ -78,7 +78,7 @@ class Subject:
         # As evaluation sees images, without augmentation: what is compared is the gradient of one batch.
         self.task.transform = create_transform(**self.task.data_config, is_training=False)
         sites = plan(self.model, keep_ratio=0.5).sites
-        self.blocks = sum(block.kinds != ("downsample",) for block in find_blocks(self.model))
+        self.blocks = len({block.index for block in find_blocks(self.model)})
         self.has_attention = any(site.kind == "attention" for site in sites)
         self.batches = [batch for _, batch in zip(range(config.batches), self._stream(config.seed), strict=False)]
         self.full = cost(self.model, *self.batches[0], F.cross_entropy)
@@ -197,7 +197,7 @@ class Subject:
             yield from task.batches(epoch, 0)
             epoch += 1
 
-    def masks(self, ratio: float) -> tuple[Tensor, dict[str, tuple[Grid, Tensor]]]:
+    def masks(self, ratio: float) -> tuple[Tensor, dict[str, tuple[Layout, Tensor]]]:
         """An image as it looks; for each kind of mask a feature map that shows it, and the positions kept in it."""
         image = self.batches[0][0][:1]
         found = {}
@@ -210,8 +210,8 @@ class Subject:
                 drawn = masks_drawn(self.model)
             finally:
                 remove(self.model)
-            large = {grid: kept for grid, kept in drawn.items() if grid.height * grid.width >= 16} or drawn
-            coarsest = min(large, key=lambda grid: grid.height * grid.width)
+            large = {layout: kept for layout, kept in drawn.items() if math.prod(layout.shape) >= 16} or drawn
+            coarsest = min(large, key=lambda layout: math.prod(layout.shape))
             found[mask] = coarsest, drawn[coarsest].cpu()
         data = self.task.data_config
         mean, std = (torch.tensor(data[name]).view(-1, 1, 1) for name in ("mean", "std"))

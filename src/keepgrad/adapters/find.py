@@ -1,0 +1,197 @@
+"""The blocks of a model: which there are, in which order, at which resolution, and where their tokens come from."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from .modules import Program, Unsupported, compile_branch, path_of
+from .position_wise import declared_adapter, position_wise_adapter
+from .registry import REGISTRY, Adapter
+
+__all__ = ["Block", "find_blocks"]
+
+
+@dataclass
+class Block:
+    """A module that holds sites.
+
+    `index` counts the blocks; a downsampling layer has the index of the block after it, and what lies inside of another
+    block, `outer`, has its index. A `trunk` is a row of blocks through which the same features go; `stage` counts its
+    resolutions, and `stride` is the resolution relative to the finest. `embed` is the name of
+    the layer that makes patches of the images for it, and `prefix` the number of tokens before them, if they are known.
+    """
+
+    name: str
+    module: nn.Module
+    adapter: Adapter
+    outer: Block | None = None
+    programs: dict[str, Program | Unsupported] = field(default_factory=dict)
+    index: int = 0
+    trunk: str = ""
+    stage: int = 0
+    embed: str | None = None
+    prefix: int | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(self.programs)
+
+    @property
+    def stride(self) -> int:
+        return 2**self.stage
+
+    @property
+    def width(self) -> int | None:
+        widths = [p.width for p in self.programs.values() if isinstance(p, Program)]
+        return next((width for width in widths if width is not None), None)
+
+    @property
+    def is_inner(self) -> bool:
+        """Whether it takes the index of another block."""
+        return self.kinds == ("downsample",)
+
+    def compile(self, kind: str) -> Program:
+        """The program of a branch as the block is now. Raises Unsupported."""
+        items = self.adapter.branches(self.module)[kind]
+        if isinstance(items, str):
+            raise Unsupported(items)
+        return compile_branch(items)
+
+
+def find_blocks(model: nn.Module, declared: Mapping[str, Any] | None = None) -> list[Block]:
+    """All blocks of the model, in the order of its modules, with their programs.
+
+    Args:
+        model: the model.
+        declared: position-wise classes or modules of the user's own, by the kind of branch whose settings they follow.
+    """
+    blocks: list[Block] = []
+    known: list[tuple[str, Block]] = []  # what the names of modules inside of a known block begin with
+    names = {id(module): name for name, module in model.named_modules()}
+    for name, module in model.named_modules():
+        outer = next((block for start, block in reversed(known) if name.startswith(start)), None)
+        adapter = declared_adapter(module, declared or {}) or REGISTRY.get(path_of(module))
+        if adapter is None and outer is None:
+            adapter = position_wise_adapter(module)
+        if adapter is None:
+            continue
+        for part in adapter.modules(module):
+            block = _block(names[id(part)], part, adapter, outer)
+            blocks.append(block)
+            known.append((f"{block.name}." if block.name else "", block))
+            if not block.is_inner:
+                outer = outer or block
+    _number(blocks)
+    _set_stages(blocks)
+    _set_tokens(model, blocks)
+    return blocks
+
+
+def _block(name: str, module: nn.Module, adapter: Adapter, outer: Block | None) -> Block:
+    """A block with the programs of its branches."""
+    block = Block(name, module, adapter, outer)
+    try:
+        branches = adapter.branches(module)
+        if type(adapter).forward is Adapter.forward and not adapter.covers(module):
+            raise Unsupported("it has parameters that belong to no branch")
+    except (AttributeError, TypeError, ValueError) as error:
+        block.programs = {"mlp": Unsupported(f"{_named(module)} is not built as expected: {error}")}
+        return block
+    except Unsupported as why:
+        block.programs = {"mlp": Unsupported(f"{_named(module)}: {why}")}
+        return block
+    for kind in branches:
+        try:
+            block.programs[kind] = block.compile(kind)
+        except Unsupported as why:
+            block.programs[kind] = why
+    return block
+
+
+def _named(module: nn.Module) -> str:
+    """A class by its name, with the version of its library."""
+    library = type(module).__module__.partition(".")[0]
+    version = getattr(sys.modules.get(library) or import_module(library), "__version__", None)
+    return f"{type(module).__qualname__} of {library}" + (f" {version}" if version else "")
+
+
+def _number(blocks: list[Block]) -> None:
+    """Count the blocks. What lies inside of a block has its number, a downsampling layer that of the next block."""
+    number = 0
+    waiting: list[Block] = []
+    for block in blocks:
+        if block.is_inner:
+            waiting.append(block)
+            continue
+        if block.outer is not None:
+            block.index = block.outer.index
+            continue
+        for earlier in waiting:
+            earlier.index = number
+        waiting = []
+        block.index = number
+        number += 1
+    for block in waiting:
+        block.index = max(0, number - 1)
+
+
+def _set_stages(blocks: list[Block]) -> None:
+    """Stages of a trunk are told by their width: it grows where the resolution falls.
+
+    A trunk is the blocks whose names begin alike, up to the first number.
+    """
+    trunks: dict[str, list[Block]] = {}
+    for block in blocks:
+        block.trunk = re.split(r"\d", block.name, maxsplit=1)[0]
+        trunks.setdefault(block.trunk, []).append(block)
+    for trunk in trunks.values():
+        following: int | None = None
+        widths: dict[int, int] = {}
+        for block in reversed(trunk):  # a downsampling layer has the resolution of the block after it
+            following = following if block.is_inner else block.width or following
+            widths[id(block)] = following or 0
+        order = sorted(set(widths.values()))
+        for block in trunk:
+            block.stage = order.index(widths[id(block)])
+
+
+def _set_tokens(model: nn.Module, blocks: list[Block]) -> None:
+    """Find for each block the layer that makes patches of the images, and the number of prefix tokens.
+
+    The layer is the first convolution over patches in the nearest module around the block that has one; the number
+    is `num_prefix_tokens` of a module around the block.
+    """
+    inside = tuple(f"{block.name}." for block in blocks)
+    modules = dict(model.named_modules())
+    embeds = [name for name, m in modules.items() if _makes_patches(m) and not f"{name}.".startswith(inside)]
+    for block in blocks:
+        around = block.name
+        while around:
+            around = around.rpartition(".")[0]
+            if block.prefix is None:
+                block.prefix = _prefix(modules[around])
+            if block.embed is None:
+                block.embed = next((n for n in embeds if n.startswith(f"{around}." if around else "")), None)
+
+
+def _prefix(module: nn.Module) -> int | None:
+    """How many tokens a model puts before those of the image, if it says so."""
+    count = getattr(module, "num_prefix_tokens", None)
+    if count is None:
+        token = getattr(module, "cls_token", getattr(module, "class_token", None))
+        count = token.shape[1] if isinstance(token, nn.Parameter) and token.dim() == 3 else None
+    return count
+
+
+def _makes_patches(module: nn.Module) -> bool:
+    if not isinstance(module, (nn.Conv2d, nn.Conv3d)):
+        return False
+    size, step = module.kernel_size, module.stride
+    return size == step and max(size) > 1

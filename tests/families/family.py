@@ -1,0 +1,46 @@
+"""What the tests have to know of a family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from conftest import spread
+from oracle_model import Branch
+from torch import Tensor, nn
+
+from keepgrad import Layout
+
+
+@dataclass
+class Family:
+    """A small model of a family, an input for it, and where its branches are.
+
+    `specs` has the branches by the class name of the patched module and the kind of branch. `output` takes the tensor from
+    what the model returns. `limit` is the share of full backprop's saved bytes that 0.5 on all blocks may save.
+    """
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[torch.dtype], dict[str, Tensor] | Tensor]
+    specs: dict[str, dict[str, Branch]]
+    methods: tuple[str, ...] = ("qkv", "query", "head")
+    output: Callable[[object], Tensor] = lambda out: out
+    limit: float = 0.40
+
+    def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        torch.manual_seed(0)
+        return spread(self.make()).train().to(dtype)
+
+    def run(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
+        given = self.inputs(dtype)
+        return self.output(model(**given) if isinstance(given, dict) else model(given))
+
+
+def images(size: int, dtype: torch.dtype, batch: int = 2, channels: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, channels, size, size, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def tokens(side: int, prefix: int) -> Layout:
+    return Layout((side, side), prefix)
