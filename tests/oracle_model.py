@@ -10,7 +10,8 @@ kept rows stay where they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -28,9 +29,11 @@ from keepgrad.sampling import hashed, slot_count
 class Branch:
     """Where a branch of a block begins and ends, by the names of modules in the block ("" is the block itself).
 
-    `form` is that of the entrance's input: rows "nlc", maps "nhwc" or "nchw". `layout` is that of the positions, or a function of
-    the input's shape. `last` are the names of the linear layers whose output the engine does not save, and `out` that of
-    the layer after the attention. `query` are the names of the layers that make q; for a joint one of q, k and v it is that.
+    `form` is that of the entrance's input (see `FORMS`), `exit_form` that of the exit's output, if another. `layout` is
+    that of the positions, or a function of the input's shape. `last` are the names of the linear layers whose output the
+    engine does not save, and `out` that of what follows the attention, a linear layer or a norm. `query` is the name of
+    the layer that makes q; for a joint one of q, k and v it is that. `gate` is the name of a layer that makes a gate for
+    the output.
     """
 
     entrance: str
@@ -40,7 +43,10 @@ class Branch:
     last: tuple[str, ...] = ()
     out: str = ""
     query: str = ""
+    gate: str = ""
     heads: int = 0
+    exit_form: str = ""
+    functional: bool = False  # entrance and exit are linear layers whose weights are read, and which are not called
 
 
 @dataclass
@@ -56,17 +62,38 @@ class _Run:
     exact: list = field(default_factory=list)  # of the first run, in the order in which the second asks for it
 
     def weight(self, name: str) -> Tensor | None:
-        return getattr(self.module.get_submodule(name), "weight", None) if name else None
+        module = self.module.get_submodule(name)
+        return getattr(module, "weight", getattr(module, "in_proj_weight", None)) if name else None
+
+    def form(self, value: Tensor) -> str:
+        """The form of a value inside of the branch."""
+        return self.spec.form if value.dim() == 4 or self.spec.form == "lnc" else "nlc"
+
+
+JOINT = ("qkv", "query_key_value", "self_attention", "self_attn")
+"""How the names of layers end that make q, k and v together."""
+
+FORMS = {
+    "nlc": (lambda x: x, lambda rows, shape: rows),
+    "lnc": (lambda x: x.transpose(0, 1), lambda rows, shape: rows.transpose(0, 1)),
+    "nhwc": (lambda x: x.flatten(1, 2), lambda rows, shape: rows.unflatten(1, shape[1:3])),
+    "nchw": (lambda x: x.flatten(2).mT, lambda rows, shape: rows.mT.unflatten(2, shape[2:])),
+    # Windows and the positions in each: as samples and positions, or both as positions, window by window or not.
+    "windows": (lambda x: x.flatten(0, 1), lambda rows, shape: rows.unflatten(0, shape[:2])),
+    "turned": (
+        lambda x: x.transpose(1, 2).flatten(1, 2),
+        lambda rows, shape: rows.unflatten(1, (shape[2], shape[1])).transpose(1, 2),
+    ),
+}
+"""How values become rows `[batch, positions, channels]`, and rows values of a shape."""
 
 
 def _rows(x: Tensor, form: str) -> Tensor:
-    return {"nlc": lambda: x, "nhwc": lambda: x.flatten(1, 2), "nchw": lambda: x.flatten(2).transpose(1, 2)}[form]()
+    return FORMS[form][0](x)
 
 
 def _like(rows: Tensor, x: Tensor, form: str) -> Tensor:
-    if form == "nchw":
-        return rows.transpose(1, 2).unflatten(2, x.shape[2:])
-    return rows if form == "nlc" else rows.unflatten(1, x.shape[1:3])
+    return FORMS[form][1](rows, x.shape)
 
 
 class _Reduced(TorchFunctionMode):
@@ -77,10 +104,17 @@ class _Reduced(TorchFunctionMode):
         self.first, self.seed, self.save = first, seed, save
         self.now: list[_Run] = []
         self.hooks = []
+        self.functional = [run for run in runs if run.spec.functional]
         for run in runs:
+            if run.spec.functional:
+                continue
             entrance, exit_ = (run.module.get_submodule(name) for name in (run.spec.entrance, run.spec.exit))
             self.hooks.append(entrance.register_forward_pre_hook(lambda m, args, run=run: self.enter(run, args)))
             self.hooks.append(exit_.register_forward_hook(lambda m, args, out, run=run: self.leave(run, out)))
+            out = run.module.get_submodule(run.spec.out)
+            if run.spec.out and not isinstance(out, nn.Linear):
+                hook = out.register_forward_pre_hook(lambda m, args, run=run: (self.attended(run, args[0]),))
+                self.hooks.append(hook)
 
     def enter(self, run: _Run, args: tuple) -> tuple | None:
         x, form, site = args[0], run.spec.form, run.site
@@ -100,11 +134,13 @@ class _Reduced(TorchFunctionMode):
 
     def leave(self, run: _Run, out):
         value = out[0] if isinstance(out, tuple) else out
-        form = run.spec.form if run.spec.form != "nlc" or value.dim() == 3 else "nhwc"
-        if self.now and self.now[-1] is run:
-            self.now.pop()
+        form = run.spec.exit_form or run.spec.form
+        form = form if form != "nlc" or value.dim() == 3 else "nhwc"
+        if not self.now or self.now[-1] is not run:
+            return None  # the module is the exit of another branch too
+        self.now.pop()
         if self.first:
-            run.exact.append(value.detach())
+            run.exact.append(value.detach().clone())  # the model may add to it in place
             return None
         exact = run.exact.pop(0)
         if run.site.keep_ratio == 1 or run.site.method == "head":
@@ -121,13 +157,13 @@ class _Reduced(TorchFunctionMode):
 
     def saved(self, run: _Run, value: Tensor) -> Tensor:
         """A value in which the exact one of the first run stands for each slot."""
-        rows = _rows(value, run.spec.form if value.dim() == 4 else "nlc")
+        rows = _rows(value, run.form(value))
         if self.first:
             run.exact.append(rows.detach())
             return value
         exact, kept = run.exact.pop(0), run.pick.sum(0).unsqueeze(-1)
         slots = run.pick.t() @ (run.reduction.value @ exact)
-        return graft((slots + exact * (1 - kept)).view_as(value), value)
+        return graft(_like(slots + exact * (1 - kept), value, run.form(value)), value)
 
     def key_bias(self, run: _Run, scores: int) -> Tensor | None:
         """What is added to the scores of every key."""
@@ -139,6 +175,8 @@ class _Reduced(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         run = self.now[-1] if self.now else None
+        if func is F.linear and self.functional:
+            return self.functional_linear(*args, **kwargs)
         if run is None:
             return func(*args, **kwargs)
         if func is F.linear:
@@ -153,25 +191,84 @@ class _Reduced(TorchFunctionMode):
             bias = self.key_bias(run, k.shape[-2])
             if bias is not None:
                 mask = kwargs.get("attn_mask")
-                if kwargs.pop("is_causal", False):
-                    mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+                if kwargs.pop("is_causal", False):  # as many members of a key's group count as are not after the query
+                    members = run.reduction.place @ run.pick
+                    mask, bias = (torch.ones_like(members).tril() @ members).log(), torch.zeros_like(bias)
                 if mask is not None and mask.dtype == torch.bool:
                     mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
-                kwargs["attn_mask"] = bias.expand(1, 1, 1, -1) if mask is None else mask + bias
+                kwargs["attn_mask"] = bias.view(*(1,) * (q.dim() - 1), -1) if mask is None else mask + bias
             return func(q, k, v, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self.multi_head_attention(run, *args, **kwargs)
+        if func in (Tensor.norm, torch.linalg.vector_norm):
+            return self.norm(run, func, *args, **kwargs)
         return func(*args, **kwargs)
+
+    def multi_head_attention(self, run: _Run, x: Tensor, *args, attn_mask, key_padding_mask, is_causal, **kwargs):
+        """torch's function for `nn.MultiheadAttention`, in steps that can be seen; `x` is `[n, batch, channels]`."""
+        _, _, _, heads, weight, bias, _, _, _, _, out_weight, out_bias = args
+        rows_first = run.spec.form == "nlc"
+        qkv = self.linear(run, x.transpose(0, 1) if rows_first else x, weight, bias)
+        qkv = qkv if rows_first else qkv.transpose(0, 1)
+        q, k, v = (one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in qkv.chunk(3, -1))
+        causal = is_causal and key_padding_mask is None
+        mask = None if causal or attn_mask is None else attn_mask
+        if mask is not None and mask.dim() == 3:
+            mask = mask.unflatten(0, (-1, heads))
+        if key_padding_mask is not None:
+            mask = key_padding_mask[:, None, None] + (0 if mask is None else mask)
+        with self.seen():
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        out = out.transpose(1, 2).flatten(2)
+        out = self.linear(run, out if rows_first else out.transpose(0, 1), out_weight, out_bias)
+        return (out.transpose(0, 1) if rows_first else out), None
+
+    def norm(self, run: _Run, func: Callable[..., Tensor], x: Tensor, *args, **kwargs) -> Tensor:
+        """The norms over positions of a global response norm: exact, with the gradient of the slots' norms."""
+        exact = func(x, *args, **kwargs)
+        if run.site.keep_ratio == 1:
+            return exact
+        if self.first:
+            run.exact.append(exact.detach())
+            return exact
+        exact, slots = run.exact.pop(0), run.pick @ _rows(x, run.form(x))
+        squares = (run.reduction.size[:, None] * slots.square()).sum(1).view_as(exact)
+        return graft(exact.square(), squares).sqrt()
+
+    @contextmanager
+    def seen(self) -> Iterator[None]:
+        """Inside of `__torch_function__`, functions are not seen by it; in this context they are."""
+        super().__enter__()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)
+
+    def functional_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A linear layer that may be the entrance or the exit of a branch."""
+        begins = next((run for run in self.functional if weight is run.weight(run.spec.entrance)), None)
+        if begins is not None:
+            changed = self.enter(begins, (x,))
+            x = x if changed is None else changed[0]
+        if not self.now:
+            return F.linear(x, weight, bias)
+        run = self.now[-1]
+        out = self.linear(run, x, weight, bias)
+        if run.spec.functional and weight is run.weight(run.spec.exit):
+            changed = self.leave(run, out)
+            out = out if changed is None else changed
+        return out
 
     def linear(self, run: _Run, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         spec, site = run.spec, run.site
         reduced = site.keep_ratio < 1
         if spec.out and weight is run.weight(spec.out) and reduced:
-            x = self.saved(run, x)
-            if site.method == "head" and not self.first:
-                x = torch.where(self.live_heads(run, x), x, x.detach())
-            return F.linear(x, weight, bias)
+            return F.linear(self.attended(run, x), weight, bias)
+        if site.method == "query" and not self.first and weight is run.weight(spec.gate):
+            return F.linear(self.slots_in_place(run, x), weight, bias)
         if site.method == "query" and not self.first and weight is run.weight(spec.query):
-            width = weight.shape[0] // 3 if spec.query.endswith(("qkv", "query_key_value")) else weight.shape[0]
-            slots = self.slots_in_place(run, x)
+            width = weight.shape[0] // 3 if spec.query.endswith(JOINT) else weight.shape[0]
+            slots = _like(self.slots_in_place(run, _rows(x, run.form(x))), x, run.form(x))
             q = F.linear(slots, weight[:width], None if bias is None else bias[:width])
             rest = F.linear(x, weight[width:], None if bias is None else bias[width:])
             return torch.cat([q, rest], -1)
@@ -180,6 +277,15 @@ class _Reduced(TorchFunctionMode):
         if self.save == "heavy" and not is_last and reduced and site.method in ("", "qkv"):
             out = self.saved(run, out)
         return out
+
+    def attended(self, run: _Run, x: Tensor) -> Tensor:
+        """The output of the attention as the engine has it."""
+        if run.site.keep_ratio == 1:
+            return x
+        x = self.saved(run, x)
+        if run.site.method == "head" and not self.first:
+            x = torch.where(self.live_heads(run, x), x, x.detach())
+        return x
 
     def live_heads(self, run: _Run, x: Tensor) -> Tensor:
         heads = run.spec.heads
@@ -195,12 +301,16 @@ class _Reduced(TorchFunctionMode):
 
 
 def reduced_model(model: nn.Module, forward: Callable[[], Tensor], specs: dict[str, dict], sites, seed: int, save: str):
-    """The output of `forward`, which runs the model, with reduced gradients. `specs` has the branches by block class."""
+    """The output of `forward`, which runs the model, with reduced gradients.
+
+    `specs` has the branches by block class, or functions of the block to them.
+    """
     modules = dict(model.named_modules())
     runs = []
     for site in sites:
         module = modules[site.name]
-        runs.append(_Run(specs[type(module).__name__][site.kind], site, module))
+        spec = specs[type(module).__name__][site.kind]
+        runs.append(_Run(spec if isinstance(spec, Branch) else spec(module), site, module))
     with torch.no_grad(), _Reduced(runs, seed, save, first=True):
         forward()
     with _Reduced(runs, seed, save, first=False):

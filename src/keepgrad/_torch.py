@@ -17,11 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = ["TorchDispatchMode", "backward", "fake_tensors", "has_hooks", "in_backward", "tree_leaves", "tree_map_only"]
 
 
+QUIET_HOOKS = {"transformers.utils.output_capturing"}
+"""Where hooks are defined that stay on modules and do nothing unless they are asked; adapters of the library look."""
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module runs hooks of its own besides its forward."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(getattr(hook, "__module__", "") not in QUIET_HOOKS for hooks in kinds for hook in hooks.values())
 
 
 def in_backward() -> bool:

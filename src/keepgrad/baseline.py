@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import Block
+from .adapters.position_wise import NotRows
 from .config import KeepConfig
 from .ops.algorithm1 import put_together
 from .ops.branch import BoundAttention
@@ -32,13 +33,21 @@ def algorithm1(model: nn.Module, config: KeepConfig) -> None:
 
 
 class _Forward:
+    is_of_keepgrad, previous = True, None
+
     def __init__(self, block: Block, ratios: dict[str, float]) -> None:
         self.block, self.ratios = block, ratios
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if not self.block.module.training:
-            return type(self.block.module).forward(self.block.module, *args, **kwargs)
-        return self.block.adapter.forward(self.block.module, self._run, *args, **kwargs)
+            return self.own(*args, **kwargs)
+        try:
+            return self.block.adapter.forward(self.block.module, self._run, *args, **kwargs)
+        except NotRows:
+            return self.own(*args, **kwargs)
+
+    def own(self, *args: Any, **kwargs: Any) -> Tensor:
+        return type(self.block.module).forward(self.block.module, *args, **kwargs)
 
     def _run(
         self,
@@ -55,7 +64,7 @@ class _Forward:
         split = _split(x.shape[1], shape, self.block.prefix or 0, self.ratios[kind], x.device)
         attention = branch.attention
         if attention is not None:
-            fused = getattr(self.block.module.attn, "fused_attn", True)
+            fused = all(getattr(module, "fused_attn", True) for module in self.block.module.modules())
             attend = attention.attend if fused else lambda some: _attend_unfused(attention, some)
             rows = run_stages([*branch.before, attention.projection], x)
             out = run_stages(branch.after, put_together(attend, rows, *split))

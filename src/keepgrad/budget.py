@@ -206,6 +206,22 @@ def checkpointed(model: nn.Module, on: bool = True) -> Iterator[None]:
     if not on:
         yield
         return
+    # transformers, which has renamed its switches
+    enable, disable = (
+        getattr(model, f"activation_checkpointing_{do}", getattr(model, f"gradient_checkpointing_{do}", None))
+        for do in ("enable", "disable")
+    )
+    if enable is not None and disable is not None:
+        if not getattr(model, "supports_gradient_checkpointing", True):
+            raise CheckpointingError(f"{type(model).__name__} does not support checkpointing")
+        was_on = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+        enable()
+        try:
+            yield
+        finally:
+            if not was_on:
+                disable()
+        return
     switch = getattr(model, "set_grad_checkpointing", None)
     if switch is None:
         raise CheckpointingError(f"{type(model).__name__} has no set_grad_checkpointing; keepgrad cannot turn it on")

@@ -19,6 +19,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from torch import Tensor, nn
 
 from ._torch import has_hooks
 from .adapters import Block, Unsupported
-from .adapters.modules import Attention, Program
+from .adapters.modules import Attention, Program, path_of
 from .adapters.position_wise import NotRows
+from .adapters.registry import PATCHES
 from .config import KeepConfig
 from .errors import AlreadyAppliedError, MapTooSmallError, NotAppliedError
 from .plan import Plan, Site, config_from, make_plan
@@ -147,6 +149,8 @@ def masks_drawn(model: nn.Module) -> dict[Layout, Tensor]:
 class _Patch:
     """A `forward` that keepgrad put on a module. `previous` is one that was there before, if not the class's own."""
 
+    is_of_keepgrad = True
+
     def __init__(self, module: nn.Module, shared: _Shared) -> None:
         self.module = module
         self.shared = shared
@@ -192,6 +196,7 @@ class _Shared:
         self.draw = None
         self.in_root = True
         self.redraws = 0
+        self.grids = {}
 
     def end(self, is_step: bool) -> None:
         self.in_root = False
@@ -275,7 +280,8 @@ class _EmbedForward(_Patch):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         maps = self.own(*args, **kwargs)
-        self.shared.grids[self.name] = tuple(maps.shape[2:])
+        read = PATCHES.get(path_of(self.module))
+        self.shared.grids[self.name] = tuple(maps.shape[2:]) if read is None else read(self.module, maps)
         return maps
 
 
@@ -286,7 +292,7 @@ class _BlockForward(_Patch):
         super().__init__(block.module, shared)
         self.block = block
         self.sites = {site.kind: site for site in sites}
-        self.programs = {kind: block.programs.pop(kind) for kind in list(block.programs)}
+        self.programs = {kind: block.programs[kind] for kind in self.sites}
         self.state = _state(block.module)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -296,34 +302,38 @@ class _BlockForward(_Patch):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.shared.exact or not self.module.training or not torch.is_grad_enabled():
             return self.own(*args, **kwargs)
-        if self.shared.waiting and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.shared.waiting:
             self.shared.waiting.pop(self.block.name, None)
-        self._refresh()
-        if all(isinstance(self.programs[kind], Unsupported) for kind in self.sites):
+        programs = self._programs()
+        if all(isinstance(program, Unsupported) for program in programs.values()):
             return self.own(*args, **kwargs)
         try:
-            return self.block.adapter.forward(self.module, self._run, *args, **kwargs)
+            return self.block.adapter.forward(self.module, partial(self._run, programs), *args, **kwargs)
         except NotRows:
             return self.own(*args, **kwargs)
 
-    def _refresh(self) -> None:
-        """Build the programs anew if the block has changed since they were built."""
-        compiling = torch.compiler.is_compiling()
-        state = None if compiling else _state(self.module)
-        if state is not None and state == self.state:
-            return
-        for kind, site in self.sites.items():
-            try:
-                self.programs[kind] = self.block.compile(kind)
-            except Unsupported as why:
-                self.programs[kind] = why
-                if not compiling:
-                    warnings.warn(f"keepgrad: {site.name} ({kind}) now runs with full backprop: {why}", stacklevel=4)
-        if state is not None:
+    def _programs(self) -> dict[str, Program | Unsupported]:
+        """The programs of the sites, built anew if the block has changed since they were built."""
+        if torch.compiler.is_compiling():
+            return {kind: self._compile(kind) for kind in self.sites}
+        state = _state(self.module)
+        if state != self.state:
+            self.programs = {kind: self._compile(kind) for kind in self.sites}
             self.state = state
+        return self.programs
+
+    def _compile(self, kind: str) -> Program | Unsupported:
+        try:
+            return self.block.compile(kind)
+        except Unsupported as why:
+            if not torch.compiler.is_compiling():
+                text = f"keepgrad: {self.block.name} ({kind}) now runs with full backprop: {why}"
+                warnings.warn(text, stacklevel=5)
+            return why
 
     def _run(
         self,
+        programs: dict[str, Program | Unsupported],
         kind: str,
         x: Tensor,
         residual: Tensor | None = None,
@@ -331,7 +341,7 @@ class _BlockForward(_Patch):
         **options: Any,
     ) -> Tensor:
         site = self.sites.get(kind)
-        program = None if site is None else self.programs[kind]
+        program = programs.get(kind)
         if site is None or not isinstance(program, Program):
             return self._call(kind, x, residual, options)
         branch = program.bind(**options)
@@ -359,7 +369,11 @@ class _BlockForward(_Patch):
         """How `count` positions lie: as `shape` says, or as the patches of the images."""
         if shape is not None and math.prod(shape) == count:
             return Layout(tuple(shape), 0, cell)
+        if self.block.is_text:
+            return Layout((count,))
         grid, prefix = self.shared.grids.get(self.block.embed or ""), self.block.prefix
+        if grid is not None and math.prod(grid) == count:
+            return Layout(grid)  # the model adds its class token in a later block (CaiT)
         if prefix is None:
             prefix = 0 if grid is None else count - math.prod(grid)
             if not 0 <= prefix <= MOST_PREFIX:
@@ -376,6 +390,8 @@ MOST_PREFIX = 16
 def _like(grid: tuple[int, ...] | None, count: int) -> tuple[int, ...] | None:
     """Height and width of `count` patches with the aspect of `grid` (patches were left out), a square if that is not
     known; None if there are none."""
+    if grid is not None and len(grid) == 1:
+        return None
     height, width = (1, 1) if grid is None or len(grid) != 2 else grid
     scale = (count / (height * width)) ** 0.5
     tall, wide = round(height * scale), round(width * scale)

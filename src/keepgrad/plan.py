@@ -81,6 +81,7 @@ def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Bl
     settings = config.settings()
     found = find_blocks(model, settings.modules)
     kinds = {kind for block in found for kind in block.kinds}
+    _check_declared(settings, found, type(model).__name__)
     if not found:
         raise NoSiteError(
             f"{type(model).__name__} has no block that keepgrad knows. "
@@ -114,6 +115,15 @@ def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Bl
         raise NoSiteError(f"no branch of {type(model).__name__} can be reduced. {name}: {reason}")
     sites = [site for _, group in entries for site in group]
     return Plan(type(model).__name__, settings.preset, tuple(sites), tuple(skipped)), entries
+
+
+def _check_declared(settings: Settings, found: list[Block], model: str) -> None:
+    """A declared class or module that the model does not have is an error."""
+    for given in (settings.modules or {}).values():
+        for one in given if isinstance(given, (list, tuple, set, nn.ModuleList)) else [given]:
+            if not any(block.module is one or type(block.module) is one for block in found):
+                name = getattr(one, "__name__", type(one).__name__)
+                raise ConfigError(f"modules names {name}, which is not in {model}, or is a part of a block that is known")
 
 
 def _switches(settings: Settings) -> dict[str, bool]:
@@ -185,6 +195,8 @@ def _site(block: Block, kind: str, ratio: float, settings: Settings, cell: int) 
         if reduce == "scaled" or method == "head":
             # Attention is renormalised over what is kept, which leaves no scale to put right; heads have no neighbours.
             reduce = "drop"
+    if program.layout is not None:
+        cell = 1  # masks of windows do not nest with those of other stages
     plain, saved = saving(program, ratio, reduce, method, save)
     tier = block.adapter.tier
     return Site(block.name, kind, block.index, tier, ratio, settings.mask, reduce, method, save, cell, plain, saved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,8 @@ class Family:
     """A small model of a family, an input for it, and where its branches are.
 
     `specs` has the branches by the class name of the patched module and the kind of branch. `output` takes the tensor from
-    what the model returns. `limit` is the share of full backprop's saved bytes that 0.5 on all blocks may save.
+    what the model returns. `limit` is the share of full backprop's saved bytes that 0.5 on all blocks may save. `apart` is a
+    context in which the model has its branches in modules of their own, for the oracle, where they are not.
     """
 
     make: Callable[[], nn.Module]
@@ -27,6 +29,7 @@ class Family:
     methods: tuple[str, ...] = ("qkv", "query", "head")
     output: Callable[[object], Tensor] = lambda out: out
     limit: float = 0.40
+    apart: Callable[[nn.Module], AbstractContextManager] = lambda model: nullcontext()
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         torch.manual_seed(0)

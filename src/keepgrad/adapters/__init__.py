@@ -9,7 +9,7 @@ know its classes. Three tiers:
 3. everything else is left as it is.
 """
 
-from . import timm, torch_nn, torchvision, transformers  # noqa: F401  (they register their adapters)
+from . import timm, timm_vit, timm_windows, torch_nn, torchvision, transformers  # noqa: F401  (they register their adapters)
 from .find import Block, find_blocks
 from .modules import Attention, LinearOf, Scale, Unsupported
 from .registry import Adapter, RunBranch, adapts

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .modules import Program, Unsupported, compile_branch, path_of
 from .position_wise import declared_adapter, position_wise_adapter
-from .registry import REGISTRY, Adapter
+from .registry import PATCHES, REGISTRY, Adapter
 
 __all__ = ["Block", "find_blocks"]
 
@@ -26,6 +26,7 @@ class Block:
     block, `outer`, has its index. A `trunk` is a row of blocks through which the same features go; `stage` counts its
     resolutions, and `stride` is the resolution relative to the finest. `embed` is the name of
     the layer that makes patches of the images for it, and `prefix` the number of tokens before them, if they are known.
+    `is_text` says that there are no images.
     """
 
     name: str
@@ -38,6 +39,11 @@ class Block:
     stage: int = 0
     embed: str | None = None
     prefix: int | None = None
+    is_text: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Programs hold functions; who takes a copy compiles them anew.
+        return {**vars(self), "programs": dict.fromkeys(self.programs)}
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -77,9 +83,11 @@ def find_blocks(model: nn.Module, declared: Mapping[str, Any] | None = None) -> 
     names = {id(module): name for name, module in model.named_modules()}
     for name, module in model.named_modules():
         outer = next((block for start, block in reversed(known) if name.startswith(start)), None)
+        if outer is not None and outer.adapter.tier == 2:
+            continue  # it is a part of a site
         adapter = declared_adapter(module, declared or {}) or REGISTRY.get(path_of(module))
-        if adapter is None and outer is None:
-            adapter = position_wise_adapter(module)
+        if adapter is None and outer is None and (not name or re.search(r"\d", name)):
+            adapter = position_wise_adapter(module)  # in a row of blocks; one in a head has few positions, or one
         if adapter is None:
             continue
         for part in adapter.modules(module):
@@ -99,7 +107,7 @@ def _block(name: str, module: nn.Module, adapter: Adapter, outer: Block | None) 
     block = Block(name, module, adapter, outer)
     try:
         branches = adapter.branches(module)
-        if type(adapter).forward is Adapter.forward and not adapter.covers(module):
+        if not adapter.covers(module):
             raise Unsupported("it has parameters that belong to no branch")
     except (AttributeError, TypeError, ValueError) as error:
         block.programs = {"mlp": Unsupported(f"{_named(module)} is not built as expected: {error}")}
@@ -165,32 +173,46 @@ def _set_stages(blocks: list[Block]) -> None:
 def _set_tokens(model: nn.Module, blocks: list[Block]) -> None:
     """Find for each block the layer that makes patches of the images, and the number of prefix tokens.
 
-    The layer is the first convolution over patches in the nearest module around the block that has one; the number
-    is `num_prefix_tokens` of a module around the block.
+    The layer is the first convolution over patches in the nearest module around the block that has one, unless a nearer
+    one has a table of words instead; the number is `num_prefix_tokens` of a module around the block.
     """
     inside = tuple(f"{block.name}." for block in blocks)
     modules = dict(model.named_modules())
-    embeds = [name for name, m in modules.items() if _makes_patches(m) and not f"{name}.".startswith(inside)]
+    outside = {name: m for name, m in modules.items() if not f"{name}.".startswith(inside)}
+    embeds = [name for name, m in outside.items() if _makes_patches(m)]
+    words = [name for name, m in outside.items() if isinstance(m, nn.Embedding)]
     for block in blocks:
         around = block.name
-        while around:
+        while around and not block.is_text:
             around = around.rpartition(".")[0]
+            start = f"{around}." if around else ""
             if block.prefix is None:
                 block.prefix = _prefix(modules[around])
             if block.embed is None:
-                block.embed = next((n for n in embeds if n.startswith(f"{around}." if around else "")), None)
+                block.embed = next((name for name in embeds if name.startswith(start)), None)
+                block.is_text = block.embed is None and any(name.startswith(start) for name in words)
 
 
 def _prefix(module: nn.Module) -> int | None:
     """How many tokens a model puts before those of the image, if it says so."""
     count = getattr(module, "num_prefix_tokens", None)
     if count is None:
-        token = getattr(module, "cls_token", getattr(module, "class_token", None))
-        count = token.shape[1] if isinstance(token, nn.Parameter) and token.dim() == 3 else None
+        own = dict(module.named_parameters(recurse=False))
+        tokens = [p for name, p in own.items() if name.startswith(("cls_token", "class_token"))]
+        count = next((token.shape[1] for token in tokens if token.dim() == 3), None)
+    if count is None and isinstance(embeddings := getattr(module, "embeddings", None), nn.Module):
+        sizes = {name: getattr(embeddings, name, None) for name in TOKENS}
+        return sum(p.shape[1] for p in sizes.values() if isinstance(p, Tensor) and p.dim() == 3) or None
     return count
 
 
+TOKENS = ("cls_token", "distillation_token", "register_tokens")
+"""What transformers' embeddings put before the patches."""
+
+
 def _makes_patches(module: nn.Module) -> bool:
+    if path_of(module) in PATCHES:
+        return True
     if not isinstance(module, (nn.Conv2d, nn.Conv3d)):
         return False
     size, step = module.kernel_size, module.stride

@@ -76,7 +76,7 @@ class Attention:
 
     Args:
         module: the module itself, which is called as it is where nothing is reduced.
-        project: the layers to q, k and v: a joint one, or one each.
+        project: the layers to q, k and v: a joint one, one for q and one for k and v, or one each.
         heads: the number of heads of q.
         out: what follows inside the module, in order: norm, projection, dropout.
         kv_heads: the number of heads of k and v, if another.
@@ -90,11 +90,12 @@ class Attention:
         dropout: a function that returns the probability with which entries of the attention matrix are dropped now.
         layout: the shape of the positions, where the module knows it (a window).
         call: what to call instead of the module, with the options that the block's forward gives to `run`.
+        reason: why it cannot be reduced, if so; it is then called as it is, and nothing else has to be described.
     """
 
     module: nn.Module
-    project: Sequence[Any]
-    heads: int
+    project: Sequence[Any] = ()
+    heads: int = 0
     out: Sequence[Any] = ()
     kv_heads: int | None = None
     q_norm: nn.Module | None = None
@@ -110,6 +111,7 @@ class Attention:
     dropout: Callable[[], float] = lambda: 0.0
     layout: tuple[int, ...] | None = None
     call: Callable[..., Any] | None = None
+    reason: str | None = None
 
     def __call__(self, x: Tensor, **options: Any) -> Tensor:
         return (self.call or self.module)(x, **options)
@@ -143,12 +145,18 @@ class Program:
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
         rope: tuple[Tensor, Tensor] | None = None,
+        bias_tensors: Sequence[Tensor] | None = None,
+        given: Any = None,
     ) -> Branch:
-        """The branch with its tensors as they are now; the arguments are what this call of attention adds to it."""
+        """The branch with its tensors as they are now; the arguments are what this call of attention adds to it.
+
+        `bias_tensors` take the place of those of the attention's `biases`, where they depend on the size of the map.
+        `given` is for the module itself, where it runs instead (see `Attention.call`).
+        """
         before = [step.bind() for step in self.before]
         if self.attention is None:
             return Branch(before)
-        attention = self.attention.bind(attn_mask, is_causal, rope)
+        attention = self.attention.bind(attn_mask, is_causal, rope, bias_tensors)
         return Branch(before, attention, [step.bind() for step in self.after])
 
 
@@ -156,14 +164,18 @@ class _AttentionSteps:
     """The steps of an `Attention`, and a core for every kind of call."""
 
     def __init__(self, given: Attention) -> None:
+        if given.reason is not None:
+            raise Unsupported(given.reason)
         projections = [_one_step(layer) for layer in given.project]
         widths = [_out_width(step) for step in projections]
         if given.gate is not None:
             projections.append(_one_step(given.gate))
             widths.append(_out_width(projections[-1]))
         sections = widths
-        if len(given.project) == 1:
-            sections = [widths[0] // 3] * 3 + widths[1:]
+        if len(given.project) < 3:  # q, k and v in one layer, or k and v in the second
+            joint = 4 - len(given.project)
+            at = len(given.project) - 1
+            sections = [*widths[:at], *[widths[at] // joint] * joint, *widths[at + 1 :]]
         if len(projections) == 1:
             self.projection = projections[0]
         else:
@@ -179,7 +191,13 @@ class _AttentionSteps:
         self.layout = given.layout
         self.cores: dict[tuple[bool, ...], Core] = {}
 
-    def bind(self, attn_mask: Tensor | None, is_causal: bool, rope: tuple[Tensor, Tensor] | None) -> BoundAttention:
+    def bind(
+        self,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        rope: tuple[Tensor, Tensor] | None,
+        bias_tensors: Sequence[Tensor] | None,
+    ) -> BoundAttention:
         given = self.given
         bias = None if given.bias is None else given.bias()
         kind = (attn_mask is not None, is_causal, rope is not None, bias is not None)
@@ -188,11 +206,10 @@ class _AttentionSteps:
             core = self.cores[kind] = self._core(*kind)
         turned = () if rope is None else rope
         tensors = (
+            *turned,
             *(ref() for _, refs in self.q_parts for ref in refs),
-            *turned,
             *(ref() for _, refs in self.k_parts for ref in refs),
-            *turned,
-            *(ref() for _, refs in given.biases for ref in refs),
+            *(bias_tensors or (ref() for _, refs in given.biases for ref in refs)),
             *(one for one in (bias, attn_mask) if one is not None),
             *(ref() for _, refs in self.out_parts for ref in refs),
         )
@@ -200,15 +217,15 @@ class _AttentionSteps:
 
     def _core(self, has_mask: bool, is_causal: bool, has_rope: bool, has_bias: bool) -> Core:
         given = self.given
-        turn = [rotate(given.rotate_half)] if has_rope else []
         return Core(
             heads=given.heads,
             kv_heads=given.kv_heads or given.heads,
             sections=self.sections,
             scale=given.scale,
             causal=is_causal,
-            q_parts=(*(part for part, _ in self.q_parts), *turn),
-            k_parts=(*(part for part, _ in self.k_parts), *turn),
+            turn=rotate(given.rotate_half) if has_rope else None,
+            q_parts=tuple(part for part, _ in self.q_parts),
+            k_parts=tuple(part for part, _ in self.k_parts),
             biases=(*(part for part, _ in given.biases), *[add_dense()] * (has_bias + has_mask)),
             out_parts=tuple(part for part, _ in self.out_parts),
             gate=torch.sigmoid if given.gate is not None else None,
@@ -233,11 +250,18 @@ def _one_step(layer: Any) -> Step:
 
 
 def _out_width(step: Step) -> int:
+    """The number of channels that a linear layer, or an opaque stage in its place, makes."""
     if isinstance(step.stage, Linear):
         return step.refs[0]().shape[0]
-    if isinstance(step.stage, Opaque) and step.stage.out_features is not None:
+    assert isinstance(step.stage, Opaque)
+    if step.stage.out_features is not None:
         return step.stage.out_features
-    raise Unsupported("a projection to q, k or v does not tell how many channels it makes")
+    tensors = [torch.empty_like(ref(), device="meta") for ref in step.refs]
+    x = torch.empty(1, 1, _width([step]) or 1, dtype=tensors[0].dtype, device="meta")
+    try:
+        return step.stage.fn(x, *tensors).shape[-1]
+    except Exception as error:
+        raise Unsupported(f"a projection to q, k or v does not tell how many channels it makes: {error}") from None
 
 
 def _width(steps: Sequence[Step]) -> int | None:
@@ -303,17 +327,47 @@ def _add_scale(steps: list[Step], scale: Scale) -> None:
     steps.append(Step(Pointwise(torch.mul), (scale.read,)))  # type: ignore[arg-type]
 
 
+WRAPPERS = {"transformers.modeling_layers"}
+"""Where functions are defined that wrap the forward of a class, and of each subclass, for checkpointing."""
+
+
 def path_of(module: nn.Module) -> str:
     """The import path of the class whose forward this module runs."""
-    for kind in type(module).__mro__:
-        if "forward" in vars(kind):
+    own = unwrapped(type(module).forward)
+    for kind in reversed(type(module).__mro__):
+        if "forward" in vars(kind) and unwrapped(vars(kind)["forward"]) is own:
             return f"{kind.__module__}.{kind.__qualname__}"
     return ""
 
 
+def unwrapped(forward: Any) -> Any:
+    """The forward that a class's author wrote."""
+    while getattr(forward, "__globals__", {}).get("__name__") in WRAPPERS and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return forward
+
+
 def _is_plain(module: nn.Module) -> bool:
-    """Whether calling the module does just what its class's forward does: no hooks, no override."""
-    return "forward" not in vars(module) and not has_hooks(module)
+    """Whether calling the module does just what its class's forward does: no hooks, no override but keepgrad's own."""
+    return not has_hooks(module) and (
+        "forward" not in vars(module) or (_is_patched(module) and vars(module)["forward"].previous is None)
+    )
+
+
+def _is_patched(module: nn.Module) -> bool:
+    """Whether the module has a forward of keepgrad's."""
+    return getattr(vars(module).get("forward"), "is_of_keepgrad", False)
+
+
+class _Unpatched(nn.Module):
+    """Calls a module without keepgrad's forward on it, now or later: a site must not run inside of itself."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return vars(self.inner)["forward"].own(x) if _is_patched(self.inner) else self.inner(x)
 
 
 def reads(module: nn.Module, *names: str) -> tuple[Ref, ...]:
@@ -345,6 +399,8 @@ def steps_of(module: Any) -> list[Step]:
     Raises:
         Unsupported: if the module is no function of each row alone, or cannot be done again.
     """
+    if isinstance(module, Step):
+        return [module]
     if isinstance(module, LinearOf):
         has_bias = module.bias() is not None
         refs = (module.weight, module.bias) if has_bias else (module.weight,)
@@ -478,12 +534,16 @@ def opaque(module: nn.Module) -> Step:
     """
     _refuse(module)
     named = dict(module.named_parameters())
-    if not named:
+    if not named:  # it is no site
         return Step(Pointwise(module.forward))
     names = tuple(named)
 
     def fn(x: Tensor, *tensors: Tensor) -> Tensor:
-        return torch.func.functional_call(module, dict(zip(names, tensors, strict=True)), (x,))
+        given = dict(zip(names, tensors, strict=True))
+        if not _is_patched(module):  # torch.compile cannot see through a module that is made while it traces
+            return torch.func.functional_call(module, given, (x,))
+        inside = {f"inner.{name}": tensor for name, tensor in given.items()}
+        return torch.func.functional_call(_Unpatched(module), inside, (x,))
 
     refs = tuple(partial(_parameter, module, name) for name in names)
     if all(t.dim() < 2 for t in named.values()):

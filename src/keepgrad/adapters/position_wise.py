@@ -1,20 +1,23 @@
 """Tier 2: a position-wise MLP in a block that is not known, and modules that the user declares to be position-wise.
 
-Such a module is a site at its own boundary. What is found by its structure, and what is declared, is proved when
-`apply` is called: on a small input, its stages must give what the module gives; and for a module that is taken as it is,
-a change of one position may move no other, two runs must agree, and no buffer may change.
+Such a module is a site at its own boundary. What is found by its structure, and what is declared, is proved on a small
+input when `apply` is called: of the parts of an MLP, each must be given just what the one before it made; and for a
+module that is taken as it is, a change of one position may move no other, two runs must agree, and no buffer may
+change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .._torch import has_hooks
 from ..errors import ConfigError
-from .modules import STEPS, Program, Step, Unsupported, compile_branch, gate, path_of, side_by_side, steps_of
+from .modules import Step, Unsupported, compile_branch, gate, path_of, side_by_side, steps_for, steps_of
 from .registry import Adapter, RunBranch
 
 __all__ = ["MLPS", "MLPS_2D", "declared_adapter", "position_wise_adapter", "rows_of", "structure"]
@@ -50,13 +53,6 @@ class PositionWise(Adapter):
         return maps_of(run("mlp", rows_of(x), None, shape), shape)
 
 
-class Structured(PositionWise):
-    """A module whose stages were found by its structure."""
-
-    def branches(self, m: Any) -> dict[str, Any]:
-        return {"mlp": structure(m) or [m]}
-
-
 class NotRows(Exception):  # noqa: N818
     """The input of a module has no positions; the module runs by itself."""
 
@@ -71,7 +67,7 @@ def maps_of(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
     return rows.unflatten(1, shape).movedim(-1, 1)
 
 
-ON_ROWS, ON_MAPS, BY_STRUCTURE = PositionWise(), PositionWise(first=True), Structured()
+ON_ROWS, ON_MAPS = PositionWise(), PositionWise(first=True)
 
 
 def position_wise_adapter(module: nn.Module) -> Adapter | None:
@@ -82,84 +78,149 @@ def position_wise_adapter(module: nn.Module) -> Adapter | None:
         if first is None or first.shape[1] < SMALLEST:
             return None
         return ON_MAPS if first.dim() == 4 else ON_ROWS
-    if path.startswith("transformers.") and structure(module) is not None:
-        return BY_STRUCTURE
-    return None
+    order = structure(module) if path.startswith("transformers.") else None
+    return None if order is None else Structured(order)
 
 
-def structure(module: nn.Module) -> list[Any] | None:
-    """The modules of an MLP in the order in which they run: linear, activation, linear; or gate, up, down.
+class Product(NamedTuple):
+    """An activated linear layer times another on the same input, by their names.
 
-    None if the module is something else, or does not give what these modules give.
+    Where `up` is empty, `gate` makes both, side by side; `act_first` says whether the first half is the activated one.
     """
-    children = dict(module.named_children())
-    layers = {name: m for name, m in children.items() if _is_linear(m)}
-    rest = [m for name, m in children.items() if name not in layers]
-    acts = [m for m in rest if not isinstance(m, nn.Dropout) and not any(True for _ in m.parameters())]
-    drops = [m for m in rest if isinstance(m, nn.Dropout)]
-    if len(acts) != 1 or len(acts) + len(drops) != len(rest) or list(module.named_parameters(recurse=False)):
-        return None
-    first: list[Any]
-    if len(layers) == 2:
-        up, down = layers.values()
-        first = [up, *acts]
-    elif {"gate_proj", "up_proj", "down_proj"} == set(layers):
-        down = layers["down_proj"]
-        first = [Gated(layers["gate_proj"], layers["up_proj"], acts[0])]
-    else:
-        return None
-    for items in ([*first, down, *drops], [*first, *drops, down]):
-        if _agree(module, items):
-            return items
-        if not drops:
-            break
-    return None
+
+    gate: str
+    up: str
+    act: str
+    act_first: bool = True
+
+    def of(self, m: nn.Module) -> Gated:
+        layers = [getattr(m, name) for name in (self.gate, self.up) if name]
+        return Gated(layers, getattr(m, self.act), self.act_first)
+
+
+class Structured(PositionWise):
+    """A module whose parts and their order were found by watching it run. `order` has the names of the parts."""
+
+    def __init__(self, order: Sequence[str | Product]) -> None:
+        super().__init__()
+        self.order = order
+
+    def branches(self, m: Any) -> dict[str, Any]:
+        return {"mlp": [part.of(m) if isinstance(part, Product) else getattr(m, part) for part in self.order]}
 
 
 class Gated(nn.Module):
-    """An activated layer times another, on the same input. It owns nothing of the model it describes."""
+    """Two halves of the channels, one of them through the activation, multiplied. It owns nothing of the model."""
 
-    def __init__(self, gate: nn.Module, up: nn.Module, act: nn.Module) -> None:
+    def __init__(self, layers: Sequence[nn.Module], act: nn.Module, act_first: bool) -> None:
         super().__init__()
-        self.layers = (gate, up, act)
+        self.parts = (tuple(layers), act, act_first)
 
     def forward(self, x: Tensor) -> Tensor:
-        first, second, act = self.layers
-        return act(first(x)) * second(x)
+        layers, act, act_first = self.parts
+        first, second = torch.cat([layer(x) for layer in layers], -1).chunk(2, -1)
+        return act(first) * second if act_first else first * act(second)
 
 
+@steps_for(f"{__name__}.Gated")
 def _gated(module: Any) -> list[Step]:
-    first, second, act = module.layers
-    return [side_by_side(first, second), gate(act, True)]
+    layers, act, act_first = module.parts
+    return [*(steps_of(layers[0]) if len(layers) == 1 else [side_by_side(*layers)]), gate(act, act_first)]
 
 
-STEPS[f"{__name__}.Gated"] = _gated
+LINEAR = {"torch.nn.modules.linear.Linear": 1, "transformers.pytorch_utils.Conv1D": 0}
+"""Import paths of linear layers, and which dimension of their weight is that of the input."""
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
+def structure(module: nn.Module) -> Sequence[str | Product] | None:
+    """The parts of an MLP in order: linear, activation, linear; or gate, up, down; with dropouts anywhere.
+
+    The module runs once on a small input. Each part must be called once, with just what the one before it made.
+    None if the module is something else.
+    """
+    parts = dict(module.named_children())
+    layers = [name for name, part in parts.items() if path_of(part) in LINEAR]
+    rest = [part for name, part in parts.items() if name not in layers]
+    acts = [part for part in rest if not isinstance(part, nn.Dropout)]
+    if len(layers) not in (2, 3) or len(acts) != 1 or any(True for part in rest for _ in part.parameters()):
+        return None
+    if list(module.named_parameters(recurse=False)):
+        return None
+    if any(has_hooks(part) for part in parts.values()):
+        return list(parts)  # it is not run, and whoever compiles it finds the hooks
+    first: Any = parts[layers[0]]
+    width = first.weight.shape[LINEAR[path_of(first)]]
+    run = _watch(module, parts, width) if width >= SMALLEST else None
+    if run is None or sorted(call.name for call in run.calls) != sorted(parts):
+        return None
+    if len(layers) == 2 and _is_chain(run.calls, run.x, run.out):
+        return [call.name for call in run.calls]
+    act = next(call for call in run.calls if parts[call.name] is acts[0])
+    for product, value in _products([call for call in run.calls if call.name in layers], act, run.x):
+        after = [call for call in run.calls if call.name not in product]
+        if after and _is_same(after[0].given, value) and _is_chain(after, after[0].given, run.out):
+            return [product, *(call.name for call in after)]
+    return None
 
 
-def _agree(module: nn.Module, items: list[Any]) -> bool:
-    """Whether the program of `items` gives what the module gives, on a small input."""
+class _Call(NamedTuple):
+    """A part of a module that ran: what it was given, and what it made."""
+
+    name: str
+    given: Tensor
+    made: Tensor
+
+
+class _Watched(NamedTuple):
+    x: Tensor
+    calls: list[_Call]
+    out: Tensor
+
+
+def _watch(module: nn.Module, parts: Mapping[str, nn.Module], width: int) -> _Watched | None:
+    """Run a module on a small input and note the calls of its parts; None if it does not run so."""
+    like = next(module.parameters())
+    x, calls = _small_input(width, like), list[_Call]()
+
+    def note(name: str, part: nn.Module, args: tuple[Any, ...], made: Any) -> None:
+        calls.append(_Call(name, args[0], made))
+
+    handles = [part.register_forward_hook(partial(note, name)) for name, part in parts.items()]
     try:
-        program = compile_branch(items)
-    except Unsupported:
-        return False
-    return program.width is not None and program.width >= SMALLEST and _same(module, program)
+        with torch.no_grad(), torch.random.fork_rng([like.device] if like.is_cuda else []):
+            return _Watched(x, calls, module.forward(x))
+    except Exception:
+        return None
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
-def _same(module: nn.Module, program: Program) -> bool:
-    parameter = next(module.parameters())
-    if parameter.is_meta:
-        return True  # nothing can be computed there, now or later
-    x = _small_input(program.width or 0, parameter)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        own = module(x)
-        torch.manual_seed(0)
-        found = program.bind().plain(x)
-    return own.shape == found.shape and torch.allclose(own.float(), found.float(), rtol=1e-2, atol=1e-3)
+def _is_chain(calls: Sequence[_Call], start: Tensor, end: Tensor) -> bool:
+    """Whether each call was given just what the one before it made."""
+    for call in calls:
+        if call.given is not start:
+            return False
+        start = call.made
+    return start is end
+
+
+def _products(layers: list[_Call], act: _Call, x: Tensor) -> Iterator[tuple[Product, Tensor]]:
+    """The products that the calls can be parts of, and their values."""
+    first = [layer for layer in layers if layer.given is x]
+    for layer in first:
+        if layer.made is act.given:
+            for up in first:
+                if up is not layer:
+                    yield Product(layer.name, up.name, act.name), act.made * up.made
+        for act_first in (True, False):
+            half, other = layer.made.chunk(2, -1)[:: 1 if act_first else -1]
+            if half.shape == act.given.shape and not x.is_meta and torch.equal(half, act.given):
+                yield Product(layer.name, "", act.name, act_first), act.made * other
+
+
+def _is_same(given: Tensor, wanted: Tensor) -> bool:
+    return given.shape == wanted.shape and (given.is_meta or torch.equal(given, wanted))
 
 
 def _small_input(width: int, like: Tensor) -> Tensor:

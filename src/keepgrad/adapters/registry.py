@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .modules import Attention, Scale
 
-__all__ = ["REGISTRY", "Adapter", "RunBranch", "adapts"]
+__all__ = ["PATCHES", "REGISTRY", "Adapter", "RunBranch", "adapts", "parameters_of"]
 
 
 class RunBranch(Protocol):
@@ -61,14 +61,17 @@ class Adapter:
     def covers(self, m: Any) -> bool:
         """Whether every parameter of the block belongs to a branch. If not, the block is not what the adapter is for.
 
-        Only asked of adapters without a forward of their own.
+        An adapter with a forward of its own may have others, unless it asks for itself.
         """
+        if type(self).forward is not Adapter.forward:
+            return True
         items = [item for items in self.branches(m).values() for item in items]
-        inside = {id(p) for item in items for p in _parameters(item)}
+        inside = {id(p) for item in items for p in parameters_of(item)}
         return all(id(p) in inside for p in m.parameters())
 
 
-def _parameters(item: Any) -> list[Any]:
+def parameters_of(item: Any) -> list[Any]:
+    """The parameters of an item of a branch."""
     if isinstance(item, nn.Module):
         return list(item.parameters())
     if isinstance(item, Attention):
@@ -80,6 +83,11 @@ def _parameters(item: Any) -> list[Any]:
 
 REGISTRY: dict[str, Adapter] = {}
 """From the import path of a class to the adapter for it."""
+
+
+PATCHES: dict[str, Callable[[Any, Any], tuple[int, ...]]] = {}
+"""From the import path of a class that makes patches of images, and is no convolution, to a function of such a module and
+of what it returns: how many patches there are each way."""
 
 
 def adapts(*paths: str) -> Callable[[type[Adapter]], type[Adapter]]:

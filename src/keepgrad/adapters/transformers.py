@@ -1,1 +1,430 @@
-"""To be written."""
+"""Hugging Face transformers: its encoders of images and of text, from 4.50 on.
+
+Layers have had the same names through the versions, their parts have not: `query` in `attention.attention` became
+`q_proj` in `attention`, `intermediate` and `output` became `mlp`. So parts are looked for by all their names. A layer that
+takes `output_attentions` returns a tuple, one that does not returns a tensor.
+
+Attention is the same function for "eager", "sdpa" and "flash_attention". A call that asks for more than the output, or
+gives a layer what is not known here, runs the layer's own code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._torch import has_hooks
+from ..ops.stages import GlobalResponseNorm, Linear
+from ..ops.stages import gelu as gelu_stage
+from .modules import (
+    SCALES,
+    STEPS,
+    Attention,
+    Scale,
+    Step,
+    Unsupported,
+    drop_path,
+    gate,
+    layer_norm,
+    opaque,
+    path_of,
+    reads,
+    side_by_side,
+    steps_for,
+    unwrapped,
+)
+from .position_wise import NotRows, maps_of, rows_of, steps_of_mlp
+from .registry import Adapter, RunBranch, adapts, parameters_of
+
+
+def classes(models: Mapping[str, str], *ends: str) -> list[str]:
+    """The import paths of classes, from the folders of models and what the names of their classes begin with."""
+    paths = []
+    for folder, start in models.items():
+        folder, _, file = folder.partition("/")
+        paths += [f"transformers.models.{folder}.modeling_{file or folder}.{start}{end}" for end in ends]
+    return paths
+
+
+VIT = {
+    **{"vit": "ViT", "deit": "DeiT", "vit_mae": "ViTMAE", "vit_msn": "ViTMSN", "ijepa": "IJepa", "vivit": "Vivit"},
+    **{"audio_spectrogram_transformer": "AST", "dinov2": "Dinov2", "dinov2_with_registers": "Dinov2WithRegisters"},
+}
+BEIT = {"beit": "Beit", "data2vec/data2vec_vision": "Data2VecVision"}
+DINOV3 = {"dinov3_vit": "DINOv3ViT"}
+CLIP = {
+    **{"clip": "CLIP", "altclip": "AltCLIP", "clipseg": "CLIPSeg", "metaclip_2": "MetaClip2", "x_clip": "XCLIP"},
+    **{"owlvit": "OwlViT", "owlv2": "Owlv2"},
+}
+CHINESE_CLIP = {"chinese_clip": "ChineseCLIPVision"}
+SIGLIP = {
+    **{"siglip": "Siglip", "siglip2": "Siglip2", "idefics2": "Idefics2", "idefics3": "Idefics3", "smolvlm": "SmolVLM"},
+    **{"git": "GitVision", "kosmos2": "Kosmos2Vision"},
+}
+SWIN = {"swin": "Swin", "donut/donut_swin": "DonutSwin", "clap": "ClapAudio"}
+CONVNEXT = {"convnext": "ConvNext", "convnextv2": "ConvNextV2", "dinov3_convnext": "DINOv3ConvNext"}
+
+EVERY = {**VIT, **BEIT, **DINOV3, **CLIP, **CHINESE_CLIP, **SIGLIP, **SWIN, **CONVNEXT}
+SCALES.update(dict.fromkeys(classes(EVERY, "LayerScale"), "lambda1"))
+STEPS.update(dict.fromkeys(classes(EVERY, "DropPath"), drop_path))
+STEPS.update(
+    dict.fromkeys(classes({"dinov3_vit": "Dinov3ViT", "dinov3_convnext": "Dinov3Convnext"}, "DropPath"), drop_path)
+)
+STEPS.update(dict.fromkeys(classes(CONVNEXT, "LayerNorm"), layer_norm))
+
+
+def one_of(m: Any, *names: str) -> Any:
+    """The attribute that the module has, of several that it may have."""
+    for name in names:
+        if hasattr(m, name):
+            return getattr(m, name)
+    raise AttributeError(f"{type(m).__name__} has none of {', '.join(names)}")
+
+
+@steps_for("transformers.activations.GELUActivation")
+def _gelu(m: Any) -> list[Step]:
+    return [Step(gelu_stage("none")[0])] if m.act is F.gelu else [opaque(m)]
+
+
+@steps_for("transformers.activations.GELUTanh", "transformers.activations.PytorchGELUTanh")
+def _gelu_tanh(m: Any) -> list[Step]:
+    is_kernel = isinstance(getattr(m, "act", None), partial) or not hasattr(m, "act")
+    return [Step(gelu_stage("tanh")[0])] if is_kernel else [opaque(m)]
+
+
+@steps_for("transformers.pytorch_utils.Conv1D")
+def _conv1d(m: Any) -> list[Step]:
+    """A linear layer whose weight is `[in, out]`."""
+    return [Step(Linear(True), (lambda: m.weight.t(), *reads(m, "bias")))]
+
+
+@steps_for(*classes(EVERY, "MLP", "VisionMLP", "GatedMLP", "SwiGLUFFN"))
+def _mlp(m: Any) -> list[Step]:
+    if hasattr(m, "gate_proj"):
+        return steps_of_mlp(side_by_side(m.gate_proj, m.up_proj), gate(m.act_fn, True), m.down_proj)
+    if hasattr(m, "weights_in"):
+        return steps_of_mlp(m.weights_in, gate(nn.SiLU(), True), m.weights_out)
+    act = one_of(m, "activation_fn", "activation", "act_fn")
+    return steps_of_mlp(one_of(m, "fc1", "up_proj"), act, one_of(m, "fc2", "down_proj"))
+
+
+def mlp(m: Any) -> list[Any]:
+    """The MLP of a layer, or the two modules that were it in version 4, without the residual."""
+    if hasattr(m, "mlp"):
+        return [m.mlp]
+    check_own(m, m.intermediate, m.output)
+    return [m.intermediate.dense, m.intermediate.intermediate_act_fn, m.output.dense, m.output.dropout]
+
+
+def inner_of(m: Any) -> Any:
+    """The module that has q, k and v: the attention, or in version 4 a part of it."""
+    return m.attention if hasattr(m, "attention") else getattr(m, "self", m)
+
+
+def attention(layer: nn.Module, m: Any, **more: Any) -> Attention:
+    """The attention `m` of a layer."""
+    inner = inner_of(m)
+    check_own(layer, *([m] if inner is m else [m, inner, m.output]), called=m)
+    drop = one_of(inner, "attention_dropout", "dropout_prob", "dropout")
+    return Attention(
+        m,
+        project=[one_of(inner, *names) for names in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))],
+        heads=one_of(inner, "num_attention_heads", "num_heads"),
+        scale=getattr(inner, "scaling", getattr(inner, "scale", None)),
+        dropout=lambda: (drop.p if isinstance(drop, nn.Dropout) else drop) if inner.training else 0.0,
+        rotate_half=True,
+        out=[one_of(m, "o_proj", "out_proj")] if inner is m else [m.output.dense, m.output.dropout],
+        call=lambda x, given, **options: first_of(m(x, **given)),
+        **more,
+    )
+
+
+def first_of(out: Any) -> Tensor:
+    """What a module makes, without what it returns besides."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+def check_own(layer: nn.Module, *parts: nn.Module, called: nn.Module | None = None) -> None:
+    """Raise Unsupported for parts of a layer that are not those of its library, or do more than their class does.
+
+    One that is called itself where nothing is reduced may have hooks.
+    """
+    file = path_of(layer).rpartition(".")[0]
+    for part in parts:
+        if (part is not called and has_hooks(part)) or not is_own(vars(part).get("forward")):
+            raise Unsupported(f"{type(part).__name__} has hooks, or a forward of its own")
+        if path_of(part).rpartition(".")[0] != file:
+            raise Unsupported(f"{type(part).__name__} is not the attention or MLP of {type(layer).__name__}")
+
+
+def is_own(forward: Any) -> bool:
+    """Whether an attribute `forward` of a module does what the forward of its class does."""
+    if getattr(forward, "is_of_keepgrad", False):
+        forward = forward.previous
+    # transformers before 5.2 leaves a method of the class there, after it has recorded.
+    return forward is None or isinstance(forward, MethodType) or is_recorder(forward)
+
+
+def is_recorder(forward: Any) -> bool:
+    """Whether a forward was put on a module by transformers (before 5.2), to record its output in one call."""
+    return getattr(forward, "__globals__", {}).get("__name__") == "transformers.utils.generic"
+
+
+def is_recorded(*parts: nn.Module) -> bool:
+    """Whether the model was asked for what these attentions make besides their output."""
+    if any(is_recorder(vars(part).get("forward")) for part in parts):
+        return True
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    if capturing is None or (torch.compiler.is_compiling() and not capturing._active_collector.compiling):
+        return False
+    return any("attentions" in key for key in capturing._active_collector.get() or ())
+
+
+PARAMETERS: dict[type, tuple[str, ...]] = {}
+"""The names of the arguments of a class's forward."""
+
+
+def arguments(m: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names."""
+    return {**dict(zip(names_of(m), args, strict=False)), **kwargs}
+
+
+def names_of(m: nn.Module) -> tuple[str, ...]:
+    if type(m) not in PARAMETERS:
+        PARAMETERS[type(m)] = tuple(inspect.signature(type(m).forward).parameters)[1:]
+    return PARAMETERS[type(m)]
+
+
+IMPLEMENTATIONS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3")
+WITHOUT_EFFECT = ("output_hidden_states", "return_dict", "use_cache", "num_items_in_batch", "return_loss")
+"""Arguments that models hand down to their layers, which do nothing with them."""
+
+
+def check_call(m: Any, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise NotRows if a call of an attention means something that is not known here."""
+    inner = inner_of(m)
+    asked = [name for name, value in given.items() if value is not None and value is not False]
+    if any(name not in known and name not in WITHOUT_EFFECT for name in asked) or is_recorded(m, inner):
+        raise NotRows
+    if getattr(getattr(inner, "config", None), "_attn_implementation", None) not in IMPLEMENTATIONS:
+        raise NotRows
+
+
+class Layer(Adapter):
+    """A layer; subclasses say how it runs. `known` are the names of arguments that are understood."""
+
+    known: tuple[str, ...] = ()
+
+    def forward(self, m: Any, run: RunBranch, *args: Any, **kwargs: Any) -> Any:
+        # Since 5.23 checkpointing lies in the forward of the class, in whose place this one is.
+        if (
+            m.training
+            and getattr(m, "gradient_checkpointing", False)
+            and unwrapped(type(m).forward) is not type(m).forward
+        ):
+            return m._gradient_checkpointing_func(partial(self.layer, m, run, **kwargs), *args)
+        return self.layer(m, run, *args, **kwargs)
+
+    def layer(self, m: Any, run: RunBranch, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+@adapts(*classes({**VIT, **CHINESE_CLIP}, "Layer"), *classes(SIGLIP, "EncoderLayer"))
+class EncoderLayer(Layer):
+    """Attention and an MLP, each with its norm before it."""
+
+    known: tuple[str, ...] = ("attention_mask", "causal_attention_mask")
+
+    def branches(self, m: Any) -> dict[str, Any]:
+        return {
+            "attention": [
+                one_of(m, "layernorm_before", "norm1", "layer_norm1"),
+                attention(m, one_of(m, "attention", "self_attn")),
+                *self.behind(m, 1),
+            ],
+            "mlp": [one_of(m, "layernorm_after", "norm2", "layer_norm2"), *mlp(m), *self.behind(m, 2)],
+        }
+
+    def behind(self, m: Any, number: int) -> list[Any]:
+        """What follows the attention (1) or the MLP (2) before the residual is added."""
+        found = [getattr(m, name) for name in ("dropout", f"layer_scale{number}") if hasattr(m, name)]
+        scale = f"lambda_{number}"
+        if isinstance(getattr(m, scale, None), Tensor):
+            found.append(Scale(partial(getattr, m, scale)))
+        return [*found, m.drop_path] if hasattr(m, "drop_path") else found
+
+    def covers(self, m: Any) -> bool:
+        inside = {
+            id(p) for name, part in m.named_modules() if name.endswith("position_bias") for p in part.parameters()
+        }
+        for item in (item for items in self.branches(m).values() for item in items):
+            parts = (*item.project, *item.out) if isinstance(item, Attention) else (item,)
+            inside |= {id(p) for part in parts for p in parameters_of(part)}
+        return all(id(p) in inside for p in m.parameters())
+
+    def layer(self, m: Any, run: RunBranch, *args: Any, **kwargs: Any) -> Any:
+        given = arguments(m, args, kwargs)
+        x = given.pop("hidden_states")
+        if x.dim() != 3:
+            raise NotRows
+        attn = one_of(m, "attention", "self_attn")
+        check_call(attn, given, self.known)
+        x = run("attention", x, x, **self.options(m, attn, x, given))
+        x = run("mlp", x, x)
+        return (x,) if "output_attentions" in names_of(m) else x
+
+    def options(self, m: Any, attn: Any, x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+        """What a call of the layer means for its attention, in the words of `Program.bind`."""
+        masks = [given.get("attention_mask"), given.get("causal_attention_mask")]
+        return {"attn_mask": added(masks), "given": given}
+
+
+def added(masks: Iterable[Any]) -> Tensor | None:
+    """The sum of masks and biases of the scores `[batch, heads, n, n]`, of those that are there."""
+    there = [mask for mask in masks if mask is not None]
+    if any(not isinstance(mask, Tensor) or mask.dim() != 4 for mask in there):
+        raise NotRows
+    return sum(there[1:], there[0]) if there else None
+
+
+@adapts(*classes(CLIP, "EncoderLayer"))
+class ClipLayer(EncoderLayer):
+    """Of images, or of text: that is causal, and says so by a mask or by a flag."""
+
+    known = (*EncoderLayer.known, "is_causal")
+
+    def options(self, m: Any, attn: Any, x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+        options = super().options(m, attn, x, given)
+        flag = bool(given.get("is_causal")) and attn.config._attn_implementation not in (None, "eager")
+        return {**options, "is_causal": flag and options["attn_mask"] is None}
+
+
+@adapts(*classes(BEIT, "Layer"))
+class BeitLayer(EncoderLayer):
+    """With a learned bias for each distance, of the layer or of the model."""
+
+    known = ("attention_mask", "relative_position_bias", "interpolate_pos_encoding", "resolution")
+
+    def options(self, m: Any, attn: Any, x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+        inner = inner_of(attn)
+        owner = m if inner is attn else inner
+        module, bias = getattr(owner, "relative_position_bias", None), None
+        if module is not None:
+            size = getattr(m, "patch_size", None) or inner.config.patch_size
+            window = tuple(side // size for side in given["resolution"])
+            bias = module(window, given.get("interpolate_pos_encoding", False), dim_size=x.shape[1])
+        mask = added([bias, one_mask(given)])
+        if owner is m:
+            names = ("interpolate_pos_encoding", "resolution")
+            given = {**{k: v for k, v in given.items() if k not in names}, "attention_mask": mask}
+        return {"attn_mask": mask, "given": given}
+
+
+def one_mask(given: Mapping[str, Any]) -> Any:
+    """The mask of a call, which in version 4 was called by what the model puts there."""
+    return given.get("attention_mask", given.get("relative_position_bias"))
+
+
+@adapts(*classes(DINOV3, "Layer"))
+class Dinov3Layer(EncoderLayer):
+    """With rotary positions of the patches; the tokens before them are not turned."""
+
+    known = ("attention_mask", "position_embeddings")
+
+    def options(self, m: Any, attn: Any, x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+        cos, sin = given["position_embeddings"]
+        before = (0, 0, x.shape[1] - sin.shape[-2], 0)
+        return {**super().options(m, attn, x, given), "rope": (F.pad(sin, before), F.pad(cos, before, value=1.0))}
+
+
+@adapts(*classes(SWIN, "Attention"))
+class WindowAttention(Adapter):
+    """Attention among the positions of each window, on rows `[batch * windows, positions, channels]`.
+
+    Masks `[windows, n, n]`, of one image, are repeated for each image by the engine.
+    """
+
+    def branches(self, m: Any) -> dict[str, Any]:
+        inner = inner_of(m)
+        owner = one_of(inner, "relative_position_bias") if inner is m else inner
+        area = owner.window_size[0] * owner.window_size[1]
+
+        def bias() -> Tensor:
+            table = owner.relative_position_bias_table[owner.relative_position_index.view(-1)]
+            return table.view(area, area, -1).permute(2, 0, 1)
+
+        return {"attention": [attention(m, m, bias=bias, layout=tuple(owner.window_size))]}
+
+    def forward(self, m: Any, run: RunBranch, *args: Any, **kwargs: Any) -> Any:
+        given = arguments(m, args, kwargs)
+        x, mask = given.pop("hidden_states"), given.get("attention_mask")
+        check_call(m, given, ("attention_mask",))
+        x = run("attention", x, attn_mask=None if mask is None else mask.unsqueeze(1), given=given)
+        return (x,) if "output_attentions" in names_of(m) else (x, None)
+
+
+@adapts(*classes(SWIN, "Layer"))
+class WindowLayer(Layer):
+    """The map is cut into windows with the library's own functions; the attention in them is a block of its own."""
+
+    def branches(self, m: Any) -> dict[str, Any]:
+        return {"mlp": [m.layernorm_after, *mlp(m), *([m.dropout] if hasattr(m, "dropout") else [])]}
+
+    def layer(self, m: Any, run: RunBranch, *args: Any, **kwargs: Any) -> Any:
+        given = arguments(m, args, kwargs)
+        x, (height, width) = given.pop("hidden_states"), given.pop("input_dimensions")
+        always = given.pop("always_partition", False)
+        check_call(m.attention, given, ())
+        if not always:
+            m.set_shift_and_window_size((height, width))
+        x = x + m.drop_path(self.attend(m, m.layernorm_before(x).unflatten(1, (height, width))).flatten(1, 2))
+        x = run("mlp", x, x, (height, width))
+        return (x,) if "output_attentions" in names_of(m) else (x, None)
+
+    def attend(self, m: Any, x: Tensor) -> Tensor:
+        """Attention in the windows of a map `[batch, height, width, channels]`."""
+        (height, width), size, shift = x.shape[1:3], m.window_size, m.shift_size
+        library = unwrapped(type(m).forward).__globals__
+        x = m.maybe_pad(x, height, width)[0]
+        tall, wide = x.shape[1:3]
+        mask = m.get_attn_mask(tall, wide, dtype=x.dtype, device=x.device)
+        x = x.roll((-shift, -shift), (1, 2)) if shift > 0 else x
+        x = m.attention(library["window_partition"](x, size).flatten(1, 2), mask)[0]
+        x = m.dropout(x) if hasattr(m, "dropout") else x
+        x = library["window_reverse"](x.unflatten(1, (size, size)), size, tall, wide)
+        x = x.roll((shift, shift), (1, 2)) if shift > 0 else x
+        return x[:, :height, :width]
+
+
+@steps_for(*classes(CONVNEXT, "GRN"))
+def _response_norm(m: Any) -> list[Step]:
+    return [Step(GlobalResponseNorm(1e-6), (lambda: m.weight.flatten(), lambda: m.bias.flatten()))]
+
+
+@adapts(*classes(CONVNEXT, "Layer"))
+class ConvNextLayer(Adapter):
+    """The depthwise convolution mixes positions and stays with autograd."""
+
+    def branches(self, m: Any) -> dict[str, Any]:
+        act = one_of(m, "act", "activation_fn")
+        norm = [m.grn] if hasattr(m, "grn") else []
+        scale = [Scale(partial(one_of, m, "layer_scale_parameter", "gamma"))] if not norm else []
+        return {
+            "mlp": [
+                *(one_of(m, "layernorm", "layer_norm"), one_of(m, "pwconv1", "pointwise_conv1"), act, *norm),
+                *(one_of(m, "pwconv2", "pointwise_conv2"), *scale, m.drop_path),
+            ]
+        }
+
+    def forward(self, m: Any, run: RunBranch, x: Tensor) -> Tensor:
+        mixed = one_of(m, "dwconv", "depthwise_conv")(x)
+        shape = mixed.shape[2:]
+        return maps_of(run("mlp", rows_of(mixed), rows_of(x), shape), shape)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import KeepgradError, StoppedError
-from . import detect, estimate, evaluate, fidelity, study, train
+from . import detect, estimate, evaluate, fidelity, models, study, train
 
 __all__ = ["main"]
 
@@ -18,6 +18,7 @@ COMMANDS = {
     "study": study,
     "estimate": estimate,
     "fidelity": fidelity,
+    "models": models,
 }
 
 

@@ -21,7 +21,7 @@ from ..errors import CheckpointingError, ConfigError, MapTooSmallError, NoSiteEr
 from ..memory import AMP, OPTIMIZERS, MemoryReport, estimate
 from ..patch import apply
 from ..report import Table, readable_bytes
-from ..train import models
+from .. import models
 from .numbers import positive
 
 __all__ = ["add_arguments", "run"]
@@ -66,9 +66,11 @@ PAPER_ROWS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a model of timm, e.g. vit_base_patch16_224")
-    parser.add_argument("--batch", type=positive, help="images a step (default: 64)")
+    which = "a model of timm, e.g. vit_base_patch16_224; torchvision:NAME; or hf:NAME_OR_FOLDER (with a config.json)"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=which)
+    parser.add_argument("--batch", type=positive, help="images or texts a step (default: 64)")
     parser.add_argument("--size", type=positive, help="pixels a side (default: the model's own)")
+    parser.add_argument("--length", type=positive, help=f"tokens a text (default: the model's own, at most {models.LONGEST})")
     parser.add_argument("--amp", choices=[name for name in AMP if name], help="autocast to this type")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), help="(default: adamw)")
     parser.add_argument("--paper-table", action="store_true", help="Table 1 of the paper, estimated, instead")
@@ -79,13 +81,13 @@ def run(args: argparse.Namespace) -> None:
     if args.paper_table == (args.model is not None):
         raise ConfigError("give a model, e.g. keepgrad estimate vit_base_patch16_224 --batch 64, or --paper-table")
     if args.paper_table:
-        given = [name for name in ("batch", "size", "amp", "optimizer") if getattr(args, name) is not None]
+        given = [name for name in ("batch", "size", "length", "amp", "optimizer") if getattr(args, name) is not None]
         if given:
             raise ConfigError(f"--paper-table is the paper's setting; leave out --{given[0]}")
         _paper_table(args.json)
         return
     batch, optimizer = args.batch or 64, args.optimizer or "adamw"
-    found = dict(_estimates(args.model, batch, args.size, args.amp, optimizer, METHODS))
+    found = dict(_estimates(args.model, batch, args.size, args.length, args.amp, optimizer, METHODS))
     if args.json:
         print(json.dumps({name: report.to_dict() for name, report in found.items()}, indent=2))
         return
@@ -106,16 +108,22 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _estimates(
-    name: str, batch: int, size: int | None, amp: str | None, optimizer: str, methods: tuple[Method, ...]
+    name: str,
+    batch: int,
+    size: int | None,
+    length: int | None,
+    amp: str | None,
+    optimizer: str,
+    methods: tuple[Method, ...],
 ) -> Iterator[tuple[str, MemoryReport]]:
     told: set[str] = set()
     for method in methods:
         model = models.create(name, size=size, device="meta")
-        shape = (batch, *models.size_of(model, size))
+        given = models.batch_for(model, batch, size, length)
         try:
             method.change(model)
             with checkpointed(model, method.checkpointing):
-                yield method.name, estimate(model, shape, optimizer=optimizer, amp=amp)
+                yield method.name, estimate(model, given, optimizer=optimizer, amp=amp)
         except (NoSiteError, CheckpointingError, MapTooSmallError) as error:
             if str(error) not in told:
                 print(f"left out: {error}", file=sys.stderr)
@@ -129,8 +137,8 @@ def _paper_table(as_json: bool) -> None:
     theirs = tuple(Method(m.name, _unfused(m.change)) for m in (FULL, PAPER))
     rows, data = [], []
     for name, batch, plain_mb, sbp_mb in PAPER_ROWS:
-        then = dict(_estimates(name, batch, None, "fp16", "adamw", theirs))
-        now = dict(_estimates(name, batch, None, "fp16", "adamw", ours))
+        then = dict(_estimates(name, batch, None, None, "fp16", "adamw", theirs))
+        now = dict(_estimates(name, batch, None, None, "fp16", "adamw", ours))
         full_then, full_now = then[FULL.name].total, now[FULL.name].total
         rows.append(
             (

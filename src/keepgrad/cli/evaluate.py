@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..report import Table
-from ..train import models
+from .. import models
 from .numbers import positive
 
 __all__ = ["add_arguments", "run"]

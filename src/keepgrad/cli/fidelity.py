@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import models
 from ..errors import InputError
 from ..fidelity import fidelity
 from ..patch import apply
-from ..train import flags, models
+from ..train import flags
 from ..train.config import KeepFlags
 from .numbers import positive
 

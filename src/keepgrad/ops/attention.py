@@ -70,11 +70,12 @@ class Part(NamedTuple):
 class Core:
     """What attention does with q, k and v.
 
-    `q_parts` and `k_parts` are functions `(rows, places, *tensors)` of rows `[batch, heads, n, dim]`. `biases` are functions
+    `turn` is a function of the rows of q and of those of k, with the same tensors: rotary positions. It comes after
+    `q_parts` and `k_parts`, which are functions `(rows, places, *tensors)` of rows `[batch, heads, n, dim]`. `biases` are functions
     `(q, places of q, places of k, *tensors)` to what is added to the scores, broadcast to `[batch, heads, n, n]`, or
     to a boolean mask of what may be seen. `out_parts` are functions `(rows, places, *tensors)` of the output rows
     `[batch, n, heads * dim]`, and `gate` is a function of the gate's rows, which the output is then multiplied with.
-    The tensors of all of these come in this order: q, k, biases, out.
+    The tensors of all of these come in this order: turn, q, k, biases, out.
     """
 
     heads: int
@@ -82,6 +83,7 @@ class Core:
     sections: tuple[int, ...]
     scale: float | None = None
     causal: bool = False
+    turn: Part | None = None
     q_parts: tuple[Part, ...] = ()
     k_parts: tuple[Part, ...] = ()
     biases: tuple[Part, ...] = ()
@@ -106,10 +108,13 @@ class Core:
         kv_heads = self.kv_heads if q_at.heads is None else len(q_at.heads)
         q = rows[0].unflatten(-1, (heads, -1)).transpose(1, 2)
         k, v = (one.unflatten(-1, (kv_heads, -1)).transpose(1, 2) for one in rows[1:3])
+        turned = () if self.turn is None else tuple(next(rest) for _ in range(self.turn.tensors))
         for part in self.q_parts:
             q = part.fn(q, q_at, *(next(rest) for _ in range(part.tensors)))
         for part in self.k_parts:
             k = part.fn(k, k_at, *(next(rest) for _ in range(part.tensors)))
+        if self.turn is not None:
+            q, k = self.turn.fn(q, q_at, *turned), self.turn.fn(k, k_at, *turned)
         added = [part.fn(q, q_at, k_at, *(next(rest) for _ in range(part.tensors))) for part in self.biases]
         if key_bias is not None:
             added.append(key_bias)
@@ -191,10 +196,15 @@ def rotate(half: bool) -> Part:
 
 
 def add_dense() -> Part:
-    """A bias or a mask of the scores. Tensors: `[n, n]`, with dimensions for batch and heads in front if any."""
+    """A bias or a mask of the scores. Tensors: `[n, n]`, with dimensions for batch and heads in front if any.
+
+    One for fewer samples than there are (the windows of one image) is repeated.
+    """
 
     def fn(q: Tensor, q_at: Places, k_at: Places, bias: Tensor) -> Tensor:
         bias = k_at.pick(q_at.pick(bias, -2), -1)
+        if bias.dim() == 4 and bias.shape[0] not in (1, q.shape[0]):
+            bias = bias.repeat(q.shape[0] // bias.shape[0], 1, 1, 1)
         return q_at.pick_heads(bias, -3) if bias.dim() > 2 else bias
 
     return Part(fn, 1)

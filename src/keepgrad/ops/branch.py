@@ -43,8 +43,8 @@ class BoundAttention:
             return True
         if not isinstance(self.projection[0], (Linear, Parallel)):
             return True
-        if method == "head" and self.core.heads != self.core.kv_heads:
-            return True
+        if method == "head" and (self.core.heads != self.core.kv_heads or self.core.out_parts):
+            return True  # heads share a key, or a norm of their outputs
         return reduced and method != "qkv" and not self.cuttable
 
     def link(self, method: str, heads: Tensor | None) -> Link:

@@ -226,6 +226,8 @@ def _in_pieces(spec: _Spec, x: Tensor, tensors: list[Tensors], kept: Kept | None
         end -= 1
     if any(isinstance(stage, Noise) for stage in spec.stages[:end]):
         return None
+    if any(t.dim() == 4 and t.shape[0] > 1 for group in tensors for t in group):
+        return None  # a mask of attention that differs from sample to sample
     widest = max([x.shape[-1], *(t.shape[0] for group in tensors for t in group if t.dim() == 2)])
     per_sample = x.shape[1] * widest * x.element_size()
     count = max(1, PIECE_BYTES // max(1, per_sample))

@@ -57,8 +57,9 @@ def matrices(
     if reduce == "drop":
         return Matrices(pick, pick, pick.t(), ones)
     if reduce == "scaled":
-        times = torch.tensor([1.0] * prefix + [(positions - prefix) / (count - prefix)] * (count - prefix))
-        return Matrices(pick, pick, pick.t() * times.double(), ones)
+        times = torch.ones(count, dtype=torch.float64)
+        times[prefix:] = (positions - prefix) / (count - prefix)
+        return Matrices(pick, pick, pick.t() * times, ones)
     if reduce == "fold":
         return Matrices(pick, mean, member.t(), size)
     if reduce == "pool":

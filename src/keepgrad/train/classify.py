@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import models
 from ..errors import ConfigError, InputError
-from . import digits, models
+from . import digits
 from .config import TrainConfig
 from .images import Source, held_out, loader, mode_of, open_images, part_of
 from .order import Batches

@@ -21,9 +21,9 @@ from torchvision.models.detection.rpn import RPNHead
 from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
+from .. import models
 from .._torch import tree_map_only
 from ..errors import ConfigError
-from . import models
 from .cascade import CascadeHeads
 from .config import DETECTORS
 

@@ -1,0 +1,164 @@
+"""The families keepgrad knows, each with a model to show and measure it on.
+
+A row is found out, not written down: the example is built, and what `find_blocks` finds in it is the row. Saved bytes are measured on
+the example with random weights.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import models
+from .adapters import find_blocks
+from .adapters.modules import Program
+from .errors import NoSiteError
+from .memory import call, saved_bytes
+from .patch import apply, plan
+
+__all__ = ["EXAMPLES", "Example", "Row", "count_timm", "rows"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A family and a model of it: a name for `models.create`, or a class of transformers, built from its defaults.
+
+    `modules` are the files of timm whose architectures are of the family.
+    """
+
+    family: str
+    model: str
+    modules: tuple[str, ...] = ()
+
+    @property
+    def library(self) -> str:
+        return self.model.partition(":")[0] if ":" in self.model else "timm"
+
+    def build(self, device: str) -> nn.Module:
+        library, _, name = self.model.partition(":")
+        with torch.device(device):
+            if library == "torch":
+                layer = nn.TransformerEncoderLayer(256, 8, 1024, batch_first=True, dropout=0.0)
+                return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+            if library == "transformers":
+                import transformers
+
+                kind = getattr(transformers, name)
+                return kind(kind.config_class()).train()
+        return models.create(self.model, device=device)
+
+    def inputs(self, model: nn.Module) -> Any:
+        """Two samples, or texts of 77 tokens."""
+        if self.library == "torch":
+            return torch.randn(2, 64, 256)
+        given = models.batch_for(model, 2, length=77)
+        if isinstance(given, tuple):
+            return torch.randn(given)
+        return {name: _filled(tensor) for name, tensor in given.items()}
+
+
+def _filled(tensor: Tensor) -> Tensor:
+    return torch.randn(tensor.shape) if tensor.is_floating_point() else torch.ones(tensor.shape, dtype=torch.int64)
+
+
+EXAMPLES = (
+    Example("ViT, DeiT", "vit_small_patch16_224", ("vision_transformer", "deit")),
+    Example("EVA-02", "eva02_small_patch14_224", ("eva",)),
+    Example("DINOv3", "vit_small_patch16_dinov3", ()),
+    Example("BEiT", "beit_base_patch16_224", ("beit",)),
+    Example("ViT, relative positions", "vit_relpos_small_patch16_224", ("vision_transformer_relpos",)),
+    Example("NaFlexVit", "naflexvit_base_patch16_gap", ("naflexvit",)),
+    Example("SAM", "samvit_base_patch16_224", ("vision_transformer_sam",)),
+    Example("CaiT", "cait_xxs24_224", ("cait",)),
+    Example("MLP-Mixer, ResMLP", "mixer_s32_224", ("mlp_mixer",)),
+    Example("Swin", "swin_tiny_patch4_window7_224", ("swin_transformer",)),
+    Example("Swin V2", "swinv2_tiny_window8_256", ("swin_transformer_v2",)),
+    Example("ConvNeXt", "convnext_tiny", ("convnext",)),
+    Example("ConvNeXt V2", "convnextv2_tiny", ()),
+    Example("XCiT (tier 2)", "xcit_tiny_12_p16_224", ("xcit",)),
+    Example("ViT", "torchvision:vit_b_16"),
+    Example("ConvNeXt", "torchvision:convnext_tiny"),
+    Example("Swin", "torchvision:swin_t"),
+    Example("Swin V2", "torchvision:swin_v2_t"),
+    Example("MaxVit", "torchvision:maxvit_t"),
+    Example("ViT, DeiT", "transformers:ViTModel"),
+    Example("BEiT", "transformers:BeitModel"),
+    Example("DINOv2", "transformers:Dinov2Model"),
+    Example("DINOv3", "transformers:DINOv3ViTModel"),
+    Example("CLIP, vision", "transformers:CLIPVisionModel"),
+    Example("CLIP, text", "transformers:CLIPTextModel"),
+    Example("SigLIP, vision", "transformers:SiglipVisionModel"),
+    Example("Swin", "transformers:SwinModel"),
+    Example("ConvNeXt", "transformers:ConvNextModel"),
+    Example("ConvNeXt V2", "transformers:ConvNextV2Model"),
+    Example("TransformerEncoderLayer", "torch:TransformerEncoderLayer"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What keepgrad finds in an example. `saved` is its share of full backprop's saved bytes at 0.5, if measured."""
+
+    example: Example
+    classes: tuple[str, ...]
+    tier: int
+    branches: tuple[str, ...]
+    sites: int
+    left_alone: tuple[str, ...]
+    architectures: int | None
+    saved: float | None = None
+
+
+def rows(measure: bool = False) -> Iterator[Row]:
+    """The rows for the libraries that are installed; with `measure`, saved bytes too, which takes minutes."""
+    for example in EXAMPLES:
+        if importlib.util.find_spec(example.library) is not None:
+            yield _row(example, measure)
+
+
+def _row(example: Example, measure: bool) -> Row:
+    model = example.build("meta")
+    blocks = find_blocks(model)
+    found = [(block, kind) for block in blocks for kind, p in block.programs.items() if isinstance(p, Program)]
+    sites = plan(model, keep_ratio=0.5)
+    architectures = None
+    if example.modules:
+        architectures = sum(len(models.timm().list_models(module=name)) for name in example.modules)
+    return Row(
+        example,
+        tuple(dict.fromkeys(type(block.module).__name__ for block, _ in found)),
+        min(site.tier for site in sites.sites),
+        tuple(kind for kind in ("attention", "mlp", "downsample") if any(kind == one for _, one in found)),
+        len(sites.sites),
+        tuple(dict.fromkeys(reason for _, reason in sites.skipped)),
+        architectures,
+        measured(example) if measure else None,
+    )
+
+
+def measured(example: Example) -> float:
+    """The share of full backprop's saved bytes that 0.5 on all blocks saves, on the example."""
+    torch.manual_seed(0)
+    model = example.build("cpu").train()
+    given = example.inputs(model)
+    full = saved_bytes(lambda: call(model, given), model)
+    apply(model, keep_ratio=0.5)
+    return saved_bytes(lambda: call(model, given), model) / full
+
+
+def count_timm() -> dict[str, int]:
+    """How many architectures of timm have sites, by the best tier they reach. Builds every one: takes minutes."""
+    found = {"tier 1": 0, "tier 2": 0, "none": 0}
+    for name in models.timm().list_models():
+        model = models.create(name, device="meta")
+        try:
+            tier = min(site.tier for site in plan(model, keep_ratio=0.5).sites)
+            found[f"tier {tier}"] += 1
+        except NoSiteError:
+            found["none"] += 1
+    return found
