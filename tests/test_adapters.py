@@ -97,6 +97,15 @@ def test_what_has_no_positions_runs_by_itself():
     assert_same(grads(model, rows(2, 3))[1], wanted)  # fewer positions than a group
 
 
+def test_a_declared_module_runs_by_itself_under_compile():
+    model = spread(MyModel()).double()
+    _, wanted = grads(model, rows(2, 12))
+    keepgrad.apply(model, keep_ratio=0.5, modules={"mlp": MyMlp})
+    assert_same(grads(torch.compile(model, fullgraph=True, backend="aot_eager"), rows(2, 12))[1], {
+        f"_orig_mod.{name}": grad for name, grad in wanted.items()
+    })
+
+
 class Mixing(MyMlp):
     def forward(self, x):
         return super().forward(x) + x.mean(1, keepdim=True)

@@ -33,13 +33,13 @@ def algorithm1(model: nn.Module, config: KeepConfig) -> None:
 
 
 class _Forward:
-    is_of_keepgrad, previous = True, None
+    is_of_keepgrad, is_aside, previous = True, False, None
 
     def __init__(self, block: Block, ratios: dict[str, float]) -> None:
         self.block, self.ratios = block, ratios
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        if not self.block.module.training:
+        if self.is_aside or not self.block.module.training:
             return self.own(*args, **kwargs)
         try:
             return self.block.adapter.forward(self.block.module, self._run, *args, **kwargs)

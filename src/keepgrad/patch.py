@@ -150,6 +150,8 @@ class _Patch:
     """A `forward` that keepgrad put on a module. `previous` is one that was there before, if not the class's own."""
 
     is_of_keepgrad = True
+    is_aside = False
+    """True while the engine itself runs the module."""
 
     def __init__(self, module: nn.Module, shared: _Shared) -> None:
         self.module = module
@@ -294,15 +296,22 @@ class _BlockForward(_Patch):
         self.sites = {site.kind: site for site in sites}
         self.programs = {kind: block.programs[kind] for kind in self.sites}
         self.state = _state(block.module)
+        # torch.compile cannot trace a module that is called as itself inside of its own patch.
+        self.stays_plain_compiled = any(
+            isinstance(program, Program) and program.is_one_opaque_stage for program in self.programs.values()
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # Programs hold functions; a copy builds its own.
         return {**vars(self), "programs": {}, "state": ()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.shared.exact or not self.module.training or not torch.is_grad_enabled():
+        if self.shared.exact or self.is_aside or not self.module.training or not torch.is_grad_enabled():
             return self.own(*args, **kwargs)
-        if not torch.compiler.is_compiling() and self.shared.waiting:
+        if torch.compiler.is_compiling():
+            if self.stays_plain_compiled:
+                return self.own(*args, **kwargs)
+        elif self.shared.waiting:
             self.shared.waiting.pop(self.block.name, None)
         programs = self._programs()
         if all(isinstance(program, Unsupported) for program in programs.values()):
@@ -375,7 +384,7 @@ class _BlockForward(_Patch):
         if grid is not None and math.prod(grid) == count:
             return Layout(grid)  # the model adds its class token in a later block (CaiT)
         if prefix is None:
-            prefix = 0 if grid is None else count - math.prod(grid)
+            prefix = -1 if grid is None else count - math.prod(grid)
             if not 0 <= prefix <= MOST_PREFIX:
                 return Layout((count,))
         if grid is None or math.prod(grid) != count - prefix:

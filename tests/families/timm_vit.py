@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -34,6 +35,11 @@ SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_head
 WIDE = {**SMALL, "embed_dim": 32, "num_heads": 4}
 
 Specs = dict[str, dict[str, Branch]]
+
+with warnings.catch_warnings():
+    # torch warns once, for any model, that autocast leaves the weights of an RmsNorm as they are.
+    warnings.simplefilter("ignore")
+    F.rms_norm(torch.ones(1, 1, dtype=torch.bfloat16), (1,), torch.ones(1))
 
 
 def branches(

@@ -136,6 +136,11 @@ class Program:
         return self.attention is not None
 
     @property
+    def is_one_opaque_stage(self) -> bool:
+        """True if the branch is a single module that is redone as it is."""
+        return len(self.before) == 1 and isinstance(self.before[0].stage, Opaque) and self.attention is None
+
+    @property
     def layout(self) -> tuple[int, ...] | None:
         """The shape of the positions, where the attention has one of its own."""
         return None if self.attention is None else self.attention.layout
@@ -333,11 +338,8 @@ WRAPPERS = {"transformers.modeling_layers"}
 
 def path_of(module: nn.Module) -> str:
     """The import path of the class whose forward this module runs."""
-    own = unwrapped(type(module).forward)
-    for kind in reversed(type(module).__mro__):
-        if "forward" in vars(kind) and unwrapped(vars(kind)["forward"]) is own:
-            return f"{kind.__module__}.{kind.__qualname__}"
-    return ""
+    forward: Any = type(module).forward
+    return f"{forward.__module__}.{forward.__qualname__.removesuffix('.forward')}"
 
 
 def unwrapped(forward: Any) -> Any:
@@ -357,17 +359,6 @@ def _is_plain(module: nn.Module) -> bool:
 def _is_patched(module: nn.Module) -> bool:
     """Whether the module has a forward of keepgrad's."""
     return getattr(vars(module).get("forward"), "is_of_keepgrad", False)
-
-
-class _Unpatched(nn.Module):
-    """Calls a module without keepgrad's forward on it, now or later: a site must not run inside of itself."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return vars(self.inner)["forward"].own(x) if _is_patched(self.inner) else self.inner(x)
 
 
 def reads(module: nn.Module, *names: str) -> tuple[Ref, ...]:
@@ -540,10 +531,14 @@ def opaque(module: nn.Module) -> Step:
 
     def fn(x: Tensor, *tensors: Tensor) -> Tensor:
         given = dict(zip(names, tensors, strict=True))
-        if not _is_patched(module):  # torch.compile cannot see through a module that is made while it traces
+        if not _is_patched(module):
             return torch.func.functional_call(module, given, (x,))
-        inside = {f"inner.{name}": tensor for name, tensor in given.items()}
-        return torch.func.functional_call(_Unpatched(module), inside, (x,))
+        patch: Any = module.forward
+        patch.is_aside = True  # a site must not run inside of itself
+        try:
+            return torch.func.functional_call(module, given, (x,))
+        finally:
+            patch.is_aside = False
 
     refs = tuple(partial(_parameter, module, name) for name in names)
     if all(t.dim() < 2 for t in named.values()):

@@ -70,8 +70,8 @@ def _rotary(m: Any) -> Attention:
         kv_heads=getattr(m, "num_kv_heads", None),
         q_norm=m.q_norm,
         k_norm=m.k_norm,
-        rotate_half=m.rotate_half,
-        gate=m.gate,
+        rotate_half=getattr(m, "rotate_half", False),
+        gate=getattr(m, "gate", None),
         gate_norm=m.norm,
         dropout=dropout_of(m),
         out=[m.proj, m.proj_drop],
@@ -99,9 +99,17 @@ class EvaBlock(Adapter):
             "mlp": [m.norm2, m.mlp, Scale(lambda: m.gamma_2), m.drop_path2],
         }
 
-    def forward(self, m: Any, run: RunBranch, x: Tensor, rope: Tensor | None = None, **options: Any) -> Tensor:
+    def forward(
+        self,
+        m: Any,
+        run: RunBranch,
+        x: Tensor,
+        rope: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
         turned = sin_and_cos(rope, m.attn.num_prefix_tokens)
-        x = run("attention", x, x, rope=turned, **options)
+        x = run("attention", x, x, rope=turned, attn_mask=attn_mask, is_causal=is_causal)
         return run("mlp", x, x)
 
 
@@ -227,8 +235,10 @@ class ParallelScalingBlock(Adapter):
             "mlp": [m.in_norm, first, m.mlp_act, m.mlp_drop, lasts[1], m.ls],
         }
 
-    def forward(self, m: Any, run: RunBranch, x: Tensor, **options: Any) -> Tensor:
-        attended = run("attention", x, None, **options)
+    def forward(
+        self, m: Any, run: RunBranch, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        attended = run("attention", x, None, attn_mask=attn_mask, is_causal=is_causal)
         return x + m.drop_path(run("mlp", x, attended))
 
 
@@ -421,6 +431,8 @@ def rows_and_columns(q: Tensor, q_at: Places, k_at: Places, tall: Tensor, wide: 
     here, there = (every if places.positions is None else places.positions for places in (q_at, k_at))
     down = torch.einsum("bhsc,skc->bhsk", q, tall.index_select(0, here // width))
     across = torch.einsum("bhsc,skc->bhsk", q, wide.index_select(0, here % width))
+    if k_at.positions is None:
+        return (down.unsqueeze(-1) + across.unsqueeze(-2)).flatten(-2)
     return down.index_select(-1, there // width) + across.index_select(-1, there % width)
 
 

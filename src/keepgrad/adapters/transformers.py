@@ -1,8 +1,8 @@
 """Hugging Face transformers: its encoders of images and of text, from 4.50 on.
 
 Layers have had the same names through the versions, their parts have not: `query` in `attention.attention` became
-`q_proj` in `attention`, `intermediate` and `output` became `mlp`. So parts are looked for by all their names. A layer that
-takes `output_attentions` returns a tuple, one that does not returns a tensor.
+`q_proj` in `attention`, `intermediate` and `output` became `mlp`. So parts are looked for by all their names. A layer
+that takes `output_attentions` returns a tuple, one that does not returns a tensor.
 
 Attention is the same function for "eager", "sdpa" and "flash_attention". A call that asks for more than the output, or
 gives a layer what is not known here, runs the layer's own code.
@@ -28,6 +28,7 @@ from .modules import (
     SCALES,
     STEPS,
     Attention,
+    LinearOf,
     Scale,
     Step,
     Unsupported,
@@ -56,7 +57,8 @@ def classes(models: Mapping[str, str], *ends: str) -> list[str]:
 
 VIT = {
     **{"vit": "ViT", "deit": "DeiT", "vit_mae": "ViTMAE", "vit_msn": "ViTMSN", "ijepa": "IJepa", "vivit": "Vivit"},
-    **{"audio_spectrogram_transformer": "AST", "dinov2": "Dinov2", "dinov2_with_registers": "Dinov2WithRegisters"},
+    **{"audio_spectrogram_transformer": "AST", "videomae": "VideoMAE", "yolos": "Yolos", "dpt": "DPTViT"},
+    **{"dinov2": "Dinov2", "dinov2_with_registers": "Dinov2WithRegisters"},
 }
 BEIT = {"beit": "Beit", "data2vec/data2vec_vision": "Data2VecVision"}
 DINOV3 = {"dinov3_vit": "DINOv3ViT"}
@@ -134,9 +136,15 @@ def attention(layer: nn.Module, m: Any, **more: Any) -> Attention:
     inner = inner_of(m)
     check_own(layer, *([m] if inner is m else [m, inner, m.output]), called=m)
     drop = one_of(inner, "attention_dropout", "dropout_prob", "dropout")
+    project = [one_of(inner, *names) for names in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))]
+    if hasattr(inner, "q_bias"):  # VideoMAE reads the weights of these layers and does not call them
+        biases = (lambda: inner.q_bias, lambda: None, lambda: inner.v_bias)
+        project = [
+            LinearOf(partial(getattr, layer, "weight"), bias) for layer, bias in zip(project, biases, strict=True)
+        ]
     return Attention(
         m,
-        project=[one_of(inner, *names) for names in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))],
+        project=project,
         heads=one_of(inner, "num_attention_heads", "num_heads"),
         scale=getattr(inner, "scaling", getattr(inner, "scale", None)),
         dropout=lambda: (drop.p if isinstance(drop, nn.Dropout) else drop) if inner.training else 0.0,
