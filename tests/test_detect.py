@@ -30,6 +30,8 @@ def shapes(tmp_path_factory):
 def tiny(kind="mask_rcnn", backbone="test_convnext", **options):
     torch.manual_seed(0)
     scale = {"ls_init_value" if "convnext" in backbone else "init_values": 0.5}  # branches that count
+    if "swin" in backbone:
+        scale = {"embed_dim": 16, "depths": (2, 1, 1, 1), "num_heads": (2, 2, 2, 4), "drop_path_rate": 0.0}
     return detector(kind, backbone, 3, **{**TINY, "backbone_options": scale, **options}).train()
 
 
@@ -196,7 +198,7 @@ def test_a_patched_detector_has_the_losses_of_the_plain_one(kind, sizes, options
     assert_same(losses(model, images, targets)[1], exact)
 
 
-@pytest.mark.parametrize(("backbone", "sites"), [("test_convnext", 9), ("test_vit", 12)])
+@pytest.mark.parametrize(("backbone", "sites"), [("test_convnext", 9), ("test_vit", 12), ("swin_tiny_patch4_window7_224", 10)])
 def test_ratio_one_has_the_gradients_of_autograd(backbone, sites):
     images, targets = [torch.rand(3, 64, 64)], [target([4, 4, 30, 30], height=64, width=64)]
     model = tiny("mask_rcnn", backbone).double()

@@ -123,7 +123,9 @@ def _check_declared(settings: Settings, found: list[Block], model: str) -> None:
         for one in given if isinstance(given, (list, tuple, set, nn.ModuleList)) else [given]:
             if not any(block.module is one or type(block.module) is one for block in found):
                 name = getattr(one, "__name__", type(one).__name__)
-                raise ConfigError(f"modules names {name}, which is not in {model}, or is a part of a block that is known")
+                raise ConfigError(
+                    f"modules names {name}, which is not in {model}, or is a part of a block that is known"
+                )
 
 
 def _switches(settings: Settings) -> dict[str, bool]:

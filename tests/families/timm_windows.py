@@ -50,7 +50,6 @@ FAMILIES: dict[str, Family] = {
         partial(images, 64),
         CONVNEXT_SPECS,
         methods=(),
-        limit=0.45,
     ),
     "timm Swin": Family(
         partial(timm_model, "swin_tiny_patch4_window7_224", **SWIN),

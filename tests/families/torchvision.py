@@ -106,5 +106,5 @@ if find_spec("torchvision") is not None:
         "torchvision Swin": Family(partial(swin, 1), partial(images, 36), swin_specs(1)),
         "torchvision Swin V2": Family(partial(swin, 2), partial(images, 32), swin_specs(2)),
         # Its convolutions stay with autograd.
-        "torchvision MaxViT": Family(maxvit, partial(images, 32), MAXVIT_SPECS, limit=0.75),
+        "torchvision MaxViT": Family(maxvit, partial(images, 32), MAXVIT_SPECS),
     }

@@ -51,6 +51,7 @@ NORMS, NEW = "layernorm_before layernorm_after", ("attention.q_proj", "attention
 OLD = ("attention.attention.query", "attention.output.dense")
 VIT_LAYER = layer(tokens(4, 1), NORMS, NEW, "dropout dropout", "mlp.fc2")
 BEIT_LAYER = layer(tokens(4, 1), NORMS, NEW, "drop_path drop_path", "mlp.fc2")
+VIDEO_LAYER = layer(Layout((2, 4, 4)), NORMS, OLD, "attention.output.dropout output.dropout", "output.dense")
 DATA2VEC_LAYER = layer(tokens(4, 1), NORMS, OLD, "drop_path drop_path", "output.dense")
 
 
@@ -81,6 +82,11 @@ def words_and_images(dtype: torch.dtype) -> dict[str, Tensor]:
     return {**words(dtype), "pixel_values": images(32, dtype)}
 
 
+def clips(dtype: torch.dtype) -> Tensor:
+    """Two of four frames each."""
+    return images(32, dtype, batch=8).unflatten(0, (2, 4))
+
+
 def both(out) -> Tensor:
     return torch.cat([out.text_embeds, out.image_embeds])
 
@@ -97,6 +103,9 @@ def convnext_layer(norm: str, last: str) -> dict[str, Branch]:
     return {"mlp": Branch(norm, "drop_path", of_map, "nhwc", exit_form="nchw", last=(last,))}
 
 
+# An MLP in a layer that is not known, which is a site by itself.
+LLAMA_MLP = {"mlp": Branch("", "", Layout((16,)), last=("down_proj",))}
+VIDEO = {**SIZES, "image_size": 32, "patch_size": 8, "num_frames": 4, "tubelet_size": 2}
 TEXT = {**SIZES, "vocab_size": 40, "max_position_embeddings": 16, "eos_token_id": 39, "bos_token_id": 1}
 BEIT = {**VIT, "use_relative_position_bias": True, "layer_scale_init_value": 0.5, "drop_path_rate": 0.0}
 SWIN = {
@@ -151,6 +160,12 @@ if find_spec("transformers") is not None:
             {"CLIPEncoderLayer": clip_layer(1)},
             output=hidden,
         ),
+        "HF Llama": Family(
+            partial(model, "LlamaModel", **TEXT), partial(words, padded=True), {"LlamaMLP": LLAMA_MLP}, (), hidden
+        ),
+        "HF VideoMAE": Family(
+            partial(model, "VideoMAEModel", **VIDEO), clips, {"VideoMAELayer": VIDEO_LAYER}, output=hidden
+        ),
         "HF SigLIP": of_images("SiglipVisionModel", {"SiglipEncoderLayer": clip_layer(0)}, VIT),
         "HF Swin": of_images("SwinForImageClassification", WINDOWS, SWIN, logits),
         "HF ConvNeXt": of_images(
@@ -159,7 +174,6 @@ if find_spec("transformers") is not None:
         "HF ConvNeXt V2": of_images(
             *("ConvNextV2ForImageClassification", {"ConvNextV2Layer": convnext_layer("layernorm", "pwconv2")}),
             *(STAGES, logits),
-            limit=0.45,
         ),
         "HF DINOv3 ConvNeXt": of_images(
             "DINOv3ConvNextModel", {"DINOv3ConvNextLayer": convnext_layer("layer_norm", "pointwise_conv2")}, CONVNEXT

@@ -28,7 +28,7 @@ from ..ops.stages import rms_norm as rms_norm_stage
 
 __all__ = [
     *("Attention", "Item", "LinearOf", "Program", "Scale", "Step", "Unsupported", "compile_branch", "path_of"),
-    *("reads", "steps_for", "steps_of"),
+    *("attention", "describes", "reads", "steps_for", "steps_of"),
 ]
 
 
@@ -401,6 +401,30 @@ def steps_of(module: Any) -> list[Step]:
         if build is not None:
             return build(module)
     return [opaque(module)]
+
+
+Describe = Callable[[Any], Attention]
+ATTENTIONS: dict[str, Describe] = {}
+"""From the import path of a class to a function that describes its attention."""
+
+
+def attention(module: Any) -> Attention:
+    """The description of an attention module."""
+    describe = ATTENTIONS.get(path_of(module))
+    if describe is None or "forward" in vars(module):
+        why = f"{type(module).__name__} is not an attention that keepgrad knows, or has a forward of its own"
+        return Attention(module, reason=why)
+    return describe(module)
+
+
+def describes(*paths: str) -> Callable[[Describe], Describe]:
+    """Add a function to the table, for the attentions with these import paths."""
+
+    def add(describe: Describe) -> Describe:
+        ATTENTIONS.update(dict.fromkeys(paths, describe))
+        return describe
+
+    return add
 
 
 @steps_for("torch.nn.modules.linear.Identity")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,11 +15,12 @@ from .modules import (
     Scale,
     Step,
     Unsupported,
+    attention,
+    describes,
     drop_path,
     gate,
     global_response_norm,
     layer_norm,
-    path_of,
     rms_norm,
     rows_of_map,
     side_by_side,
@@ -75,31 +75,6 @@ def _swiglu(mlp: Any) -> list[Step]:
 @steps_for(f"{MLP}GlobalResponseNormMlp")
 def _response_mlp(mlp: Any) -> list[Step]:
     return steps_of_mlp(mlp.fc1, mlp.act, mlp.drop1, global_response_norm(mlp.grn), mlp.fc2, mlp.drop2)
-
-
-Describe = Callable[[Any], Attention]
-ATTENTIONS: dict[str, Describe] = {}
-"""From the import path of a class to a function that describes its attention."""
-
-
-def attention(module: Any) -> Attention:
-    """The description of an attention module."""
-    describe = ATTENTIONS.get(path_of(module))
-    if describe is None or "forward" in vars(module):
-        raise Unsupported(
-            f"{type(module).__name__} is not an attention that keepgrad knows, or has a forward of its own"
-        )
-    return describe(module)
-
-
-def describes(*paths: str) -> Callable[[Describe], Describe]:
-    """Add a function to the table, for the attentions with these import paths."""
-
-    def add(describe: Describe) -> Describe:
-        ATTENTIONS.update(dict.fromkeys(paths, describe))
-        return describe
-
-    return add
 
 
 @describes("timm.layers.attention.Attention")

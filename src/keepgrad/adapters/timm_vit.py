@@ -20,7 +20,9 @@ from .modules import (
     Scale,
     Step,
     Unsupported,
+    attention,
     compile_branch,
+    describes,
     path_of,
     reads,
     steps_for,
@@ -28,7 +30,7 @@ from .modules import (
 )
 from .position_wise import NotRows
 from .registry import PATCHES, Adapter, RunBranch, adapts
-from .timm import VisionTransformerBlock, attention, describes
+from .timm import VisionTransformerBlock
 
 VIT = "timm.models.vision_transformer."
 

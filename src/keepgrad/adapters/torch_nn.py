@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.stages import Noise
-from .modules import Attention, LinearOf, Step, Unsupported, steps_for, steps_of
+from .modules import Attention, LinearOf, Step, Unsupported, attention, describes, steps_for, steps_of
 from .position_wise import NotRows
 from .registry import Adapter, RunBranch, adapts
-from .timm import attention, describes
 
 __all__ = ["Arranged", "after_attention"]
 

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .modules import STEPS, Attention, LinearOf, Scale, Unsupported, drop_path
+from .modules import STEPS, Attention, LinearOf, Scale, Unsupported, attention, describes, drop_path
 from .position_wise import maps_of, rows_of
 from .registry import Adapter, RunBranch, adapts
-from .timm import attention, describes
 from .timm_windows import cosine, probe
 from .torch_nn import Arranged, after_attention
 

@@ -122,8 +122,10 @@ def mlp(m: Any) -> list[Any]:
     """The MLP of a layer, or the two modules that were it in version 4, without the residual."""
     if hasattr(m, "mlp"):
         return [m.mlp]
-    check_own(m, m.intermediate, m.output)
-    return [m.intermediate.dense, m.intermediate.intermediate_act_fn, m.output.dense, m.output.dropout]
+    first, second = m.intermediate, m.output
+    check_own(m, first, second)
+    drop = [first.dropout] if hasattr(first, "dropout") else []  # Vivit has one there too
+    return [first.dense, first.intermediate_act_fn, *drop, second.dense, second.dropout]
 
 
 def inner_of(m: Any) -> Any:
@@ -136,12 +138,12 @@ def attention(layer: nn.Module, m: Any, **more: Any) -> Attention:
     inner = inner_of(m)
     check_own(layer, *([m] if inner is m else [m, inner, m.output]), called=m)
     drop = one_of(inner, "attention_dropout", "dropout_prob", "dropout")
+    if isinstance(drop, nn.Dropout) and "Sdpa" in type(inner).__name__:  # where that module is not called
+        drop = inner.config.attention_probs_dropout_prob
     project = [one_of(inner, *names) for names in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))]
     if hasattr(inner, "q_bias"):  # VideoMAE reads the weights of these layers and does not call them
         biases = (lambda: inner.q_bias, lambda: None, lambda: inner.v_bias)
-        project = [
-            LinearOf(partial(getattr, layer, "weight"), bias) for layer, bias in zip(project, biases, strict=True)
-        ]
+        project = [LinearOf(partial(getattr, one, "weight"), bias) for one, bias in zip(project, biases, strict=True)]
     return Attention(
         m,
         project=project,
@@ -165,12 +167,16 @@ def check_own(layer: nn.Module, *parts: nn.Module, called: nn.Module | None = No
 
     One that is called itself where nothing is reduced may have hooks.
     """
-    file = path_of(layer).rpartition(".")[0]
     for part in parts:
         if (part is not called and has_hooks(part)) or not is_own(vars(part).get("forward")):
             raise Unsupported(f"{type(part).__name__} has hooks, or a forward of its own")
-        if path_of(part).rpartition(".")[0] != file:
+        if file_of(part) != file_of(layer):
             raise Unsupported(f"{type(part).__name__} is not the attention or MLP of {type(layer).__name__}")
+
+
+def file_of(module: nn.Module) -> str:
+    """The import path of the file that has a module's forward."""
+    return path_of(module).rpartition(".")[0]
 
 
 def is_own(forward: Any) -> bool:
@@ -270,13 +276,18 @@ class EncoderLayer(Layer):
         return [*found, m.drop_path] if hasattr(m, "drop_path") else found
 
     def covers(self, m: Any) -> bool:
-        inside = {
-            id(p) for name, part in m.named_modules() if name.endswith("position_bias") for p in part.parameters()
-        }
+        """Whether every parameter and every dropout of the layer is known: a later version may add some."""
+        biases = [part for name, part in m.named_modules() if name.endswith("position_bias")]
+        inside = {id(p) for part in biases for p in part.parameters()}
         for item in (item for items in self.branches(m).values() for item in items):
-            parts = (*item.project, *item.out) if isinstance(item, Attention) else (item,)
-            inside |= {id(p) for part in parts for p in parameters_of(part)}
-        return all(id(p) in inside for p in m.parameters())
+            parts: tuple[Any, ...] = (item,)
+            if isinstance(item, Attention):
+                parts = (*item.project, *item.out)
+                inside.add(id(getattr(inner_of(item.module), "dropout", None)))
+            inside |= {id(part) for part in parts} | {id(p) for part in parts for p in parameters_of(part)}
+        own = [part for part in m.modules() if file_of(part) == file_of(m)]
+        drops = [child for part in own for child in part.children() if isinstance(child, nn.Dropout)]
+        return all(id(one) in inside for one in (*m.parameters(), *drops))
 
     def layer(self, m: Any, run: RunBranch, *args: Any, **kwargs: Any) -> Any:
         given = arguments(m, args, kwargs)

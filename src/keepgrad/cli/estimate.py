@@ -70,7 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=which)
     parser.add_argument("--batch", type=positive, help="images or texts a step (default: 64)")
     parser.add_argument("--size", type=positive, help="pixels a side (default: the model's own)")
-    parser.add_argument("--length", type=positive, help=f"tokens a text (default: the model's own, at most {models.LONGEST})")
+    parser.add_argument(
+        "--length", type=positive, help=f"tokens a text (default: the model's own, at most {models.LONGEST})"
+    )
     parser.add_argument("--amp", choices=[name for name in AMP if name], help="autocast to this type")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), help="(default: adamw)")
     parser.add_argument("--paper-table", action="store_true", help="Table 1 of the paper, estimated, instead")

@@ -19,7 +19,9 @@ HEAD = ("family", "example", "classes", "tier", "branches", "architectures")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", action="store_true", help="measure what 0.5 on all blocks saves (minutes)")
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/models.md, measured")
-    parser.add_argument("--count", action="store_true", help="count the architectures of timm that have sites (minutes)")
+    parser.add_argument(
+        "--count", action="store_true", help="count the architectures of timm that have sites (minutes)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -62,5 +64,7 @@ def to_markdown(result: list[Row]) -> str:
     """The table of docs/models.md."""
     lines = [(*HEAD, "saved at 0.5"), ("---",) * (len(HEAD) + 1), *(cells(row) for row in result)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    names = "\n".join(f"- {library}: {', '.join(f'`{name}`' for name in classes)}" for library, classes in registered().items())
+    names = "\n".join(
+        f"- {library}: {', '.join(f'`{name}`' for name in classes)}" for library, classes in registered().items()
+    )
     return f"{table}\n\nAll blocks that are known:\n\n{names}"

@@ -39,7 +39,9 @@ class Backbone(nn.Module):
     def __init__(self, name: str, channels: int = 256, **options: Any) -> None:
         super().__init__()
         is_plain_vit = is_model_in_modules(name, ("vision_transformer", "deit"))
-        more = {"dynamic_img_size": True, "out_indices": [-1]} if is_plain_vit else {}
+        more: dict[str, Any] = {"dynamic_img_size": True, "out_indices": [-1]} if is_plain_vit else {}
+        if is_model_in_modules(name, ("swin_transformer", "swin_transformer_v2")):
+            more = {"strict_img_size": False}
         body: Any = models.create(name, features_only=True, **{**more, **options})
         widths: list[int] = body.feature_info.channels()
         self.body = body
@@ -52,9 +54,12 @@ class Backbone(nn.Module):
         self.norms = nn.ModuleList(LayerNorm2d(width) for width in widths)
         self.pyramid = FeaturePyramidNetwork(widths, channels, LastLevelMaxPool())
         self.out_channels = channels
+        self.channels_last = str(getattr(body, "output_fmt", "")).endswith("NHWC")
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         maps = self.body(images)
+        if self.channels_last:
+            maps = [own.permute(0, 3, 1, 2) for own in maps]
         if self.scales is not None:
             maps = [scale(maps[-1]) for scale in self.scales]
         normed = (norm(own) for norm, own in zip(self.norms, maps, strict=True))
@@ -75,8 +80,11 @@ class Detector(MaskRCNN):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """The layers of the backbone in their order; everything behind it is the last one."""
         body = r"^backbone\.body\."
-        stages = [(body + r"stages_(\d+)\.downsample", (0,)), (body + r"stages_(\d+)\.blocks\.(\d+)", None)]
-        stem = body + r"(?:stem|model\.(?:patch_embed|pos_embed|cls_token))"
+        stages = [
+            (body + r"(?:stages|layers)_(\d+)\.downsample", (0,)),
+            (body + r"(?:stages|layers)_(\d+)\.blocks\.(\d+)", None),
+        ]
+        stem = body + r"(?:stem|patch_embed|model\.(?:patch_embed|pos_embed|cls_token))"
         return {"stem": stem, "blocks": [*stages, (body + r"model\.blocks\.(\d+)", None)]}
 
 
@@ -97,7 +105,7 @@ def detector(
 
     Args:
         kind: one of `DETECTORS`.
-        backbone: a model of timm: any ConvNeXt, any other with four stages, or a ViT.
+        backbone: a model of timm: any ConvNeXt or Swin, any other with four stages, or a ViT.
         classes: the number of classes.
         sizes: lengths of the shorter side; one of them at random in training, the last in evaluation.
         max_size: the longest length of the longer side.
