@@ -43,21 +43,6 @@ RICH = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Forty small images of three classes to train on, and twelve to evaluate on."""
-    root = tmp_path_factory.mktemp("images")
-    generator = torch.Generator().manual_seed(0)
-    for split, count in (("train", 14), ("val", 4)):
-        for number, kind in enumerate(("apple", "bird", "cat")):
-            (root / split / kind).mkdir(parents=True)
-            for index in range(count):
-                pixels = torch.randint(128, (40, 36, 3), generator=generator, dtype=torch.uint8)
-                pixels[..., number] += 100
-                Image.fromarray(pixels.numpy()).save(root / split / kind / f"{index}.png")
-    return root
-
-
 def trainer(data, output, **settings):
     config = flags.make(TrainConfig, {**SMALL, "data": str(data), "output": str(output), **settings})
     accelerator = accelerator_for(config)

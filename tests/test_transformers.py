@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import pytest
@@ -127,6 +128,19 @@ def test_gradient_checkpointing_saves_as_without_keepgrad(kind):
     assert_same(same, grads, rtol=1e-3, atol=1e-3)
 
 
+def test_compiled_gradients_are_those_of_eager_mode():
+    name, options, inputs = KINDS["vit"]
+    one = made(name, **{**options, "num_hidden_layers": 1})
+    keepgrad.apply(one, keep_ratio=0.5, seed=11)
+    _, wanted = step(one, inputs)
+    keepgrad.remove(one)
+    keepgrad.apply(one, keep_ratio=0.5, seed=11)
+    one.zero_grad()
+    out = torch.compile(one, fullgraph=True, backend="aot_eager")(**inputs)
+    out.logits.square().sum().backward()
+    assert_same({key: p.grad for key, p in one.named_parameters() if p.grad is not None}, wanted)
+
+
 def test_a_hook_on_the_attention_leaves_it_to_autograd():
     one, seen = made("ViTForImageClassification", **VIT), []
     keepgrad.apply(one, keep_ratio=0.5)
@@ -249,6 +263,15 @@ def test_text_is_generated_as_before(name):
     wanted = one.generate(**call)
     keepgrad.apply(one, keep_ratio=0.5)
     torch.testing.assert_close(one.generate(**call), wanted)
+
+
+def test_a_patched_model_says_which_arguments_it_takes():
+    """transformers' trainer and its generation read it off `model.forward`."""
+    one = made("ViTForImageClassification", **VIT)
+    wanted = inspect.signature(one.forward)
+    keepgrad.apply(one, keep_ratio=0.5)
+    assert inspect.signature(one.forward) == wanted
+    assert "pixel_values" in wanted.parameters
 
 
 @pytest.mark.parametrize("name", ["OPTForCausalLM", "BertModel"])

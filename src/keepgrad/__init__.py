@@ -20,6 +20,7 @@ from .errors import (
     MapTooSmallError,
     NoSiteError,
     NotAppliedError,
+    StoppedElsewhereError,
     StoppedError,
 )
 from .fidelity import Comparison, FidelityReport, compare, fidelity
@@ -55,6 +56,7 @@ __all__ = [
     "Plan",
     "Scale",
     "Site",
+    "StoppedElsewhereError",
     "StoppedError",
     "Unsupported",
     "adapts",

@@ -12,6 +12,7 @@ __all__ = [
     "MapTooSmallError",
     "NoSiteError",
     "NotAppliedError",
+    "StoppedElsewhereError",
     "StoppedError",
 ]
 
@@ -62,3 +63,7 @@ class DivergedError(KeepgradError):
 
 class StoppedError(KeepgradError):
     """A signal ended a training run between two steps; it can be resumed."""
+
+
+class StoppedElsewhereError(StoppedError):
+    """Another process of a training run stopped, and this one with it; that one says why."""

@@ -140,6 +140,7 @@ def estimate(
         stack.callback(torch.set_rng_state, rng_state)
         stack.enter_context(in_training(model))
         stack.enter_context(draws_set_aside(model))
+        stack.enter_context(_tensors_put_back(model))
         stack.enter_context(fake_tensors())
         own = {id(t): _without_data(t) for t in (*model.parameters(), *model.buffers())}
         named = {**_all_named(model.named_parameters), **_all_named(model.named_buffers)}
@@ -250,6 +251,25 @@ def _report(ledger: Ledger, optimizer: int = 0, total: int | None = None, alloca
     if total is not None:
         parts["temporary"] = max(0, total - sum(size for part, size in parts.items() if part != "temporary"))
     return MemoryReport(**parts, modules=modules)
+
+
+@contextmanager
+def _tensors_put_back(model: nn.Module) -> Iterator[None]:
+    """What the model notes for later while it runs, such as rotary positions for the size of the images, is forgotten."""
+
+    def own(module: nn.Module) -> dict[str, Any]:
+        return {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+
+    before = [(module, dict(module._buffers), own(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, buffers, attributes in before:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            for name in own(module).keys() - attributes.keys():
+                delattr(module, name)
+            vars(module).update(attributes)
 
 
 class _Step(nn.Module):

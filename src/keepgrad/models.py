@@ -110,7 +110,7 @@ def size_of(model: Any, given: int | None) -> tuple[int, int, int]:
         config = getattr(model, "config", None)
         part = getattr(config, "vision_config", config)
         channels = getattr(part, "num_channels", 3)
-        side = getattr(part, "image_size", None) or getattr(model, "image_size", 224)
+        side: Any = getattr(part, "image_size", None) or getattr(model, "image_size", 224)
         height, width = (side, side) if isinstance(side, int) else side
     return (channels, height, width) if given is None else (channels, given, given)
 

@@ -15,11 +15,13 @@ recomputed checkpoint), a site that comes a second time begins a new draw, of th
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -162,6 +164,11 @@ class _Patch:
         if self.previous is not None:
             return self.previous(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the forward in whose place it is: transformers reads which arguments a model takes."""
+        return inspect.signature(self.previous or MethodType(type(self.module).forward, self.module))
 
 
 def _patches(model: nn.Module) -> Iterator[tuple[nn.Module, _Patch]]:

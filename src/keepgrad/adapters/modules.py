@@ -338,7 +338,7 @@ WRAPPERS = {"transformers.modeling_layers"}
 
 def path_of(module: nn.Module) -> str:
     """The import path of the class whose forward this module runs."""
-    forward: Any = type(module).forward
+    forward: Any = unwrapped(type(module).forward)
     return f"{forward.__module__}.{forward.__qualname__.removesuffix('.forward')}"
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ..errors import KeepgradError, StoppedError
+from ..errors import KeepgradError, StoppedElsewhereError, StoppedError
 from . import detect, estimate, evaluate, fidelity, models, study, train
 
 __all__ = ["main"]
@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         COMMANDS[args.command].run(args)
     except KeepgradError as error:
-        print(f"keepgrad {args.command}: {error}", file=sys.stderr)
+        if not isinstance(error, StoppedElsewhereError):
+            print(f"keepgrad {args.command}: {error}", file=sys.stderr, flush=True)
         return 130 if isinstance(error, StoppedError) else 2
     except KeyboardInterrupt:
         print(f"keepgrad {args.command}: interrupted", file=sys.stderr)

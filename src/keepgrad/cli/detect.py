@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
     except ImportError as error:
         raise KeepgradError(f"{error}; detection needs more packages: pip install 'keepgrad[detect]'") from None
     from ..train.detect import Detection
-    from ..train.loop import Trainer, accelerator_for
+    from ..train.loop import Trainer, accelerator_for, fitted
     from ..train.shapes import SETTINGS, make_shapes
     from ..train.side_by_side import side_by_side
 
@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> None:
         return
     config = flags.make(DetectConfig, continued({**file, **given}), file, given)
     accelerator = accelerator_for(config)
+    config = fitted(config, accelerator)
     trainer = Trainer(Detection(config, accelerator), config, accelerator)
     outcome = trainer.run(config.detector)
     if accelerator.is_main_process:

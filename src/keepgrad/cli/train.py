@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from ..train.classify import Classification
-    from ..train.loop import Trainer, accelerator_for
+    from ..train.loop import Trainer, accelerator_for, fitted
     from ..train.side_by_side import side_by_side
 
     config = _config(args)
@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"\nresults: {output}")
         return
     accelerator = accelerator_for(config)
+    config = fitted(config, accelerator)
     trainer = Trainer(Classification(config, accelerator), config, accelerator)
     if accelerator.is_main_process and trainer.plan is not None:
         sites, left = trainer.plan.sites, trainer.plan.skipped

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from .config import TrainConfig
 from .images import Source, held_out, loader, mode_of, open_images, part_of
 from .order import Batches
 from .state import read_weights
+from .stop import each
 
 __all__ = ["Classification", "Metrics", "evaluate", "open_weights", "train_sources"]
 
@@ -51,6 +52,7 @@ class Classification:
             re_prob=config.erasing,
             re_mode="pixel",
         )
+        _keep_a_bit(self.transform)
         self.mixup = _mixup(config, self.options["num_classes"])
         place = {"process": accelerator.process_index, "processes": accelerator.num_processes}
         self.order = Batches(len(self.source), config.batch_size, config.seed, True, **place)
@@ -58,7 +60,7 @@ class Classification:
     def batches_per_epoch(self) -> int:
         return len(self.order)
 
-    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+    def batches(self, epoch: int, start: int) -> Generator[Batch]:
         numbers = self.order.of(epoch, start)
         mode = mode_of(self.data_config["input_size"][0])
         for batch in loader(self.source, self.transform, mode, self.config.seed, numbers, self.config.workers):
@@ -123,7 +125,7 @@ def evaluate(
     transform = create_transform(**data_config, is_training=False)
     mode = mode_of(data_config["input_size"][0])
     sums = torch.zeros(4, dtype=torch.float64)
-    for number, (images, labels) in enumerate(loader(source, transform, mode, 0, order.of(0), workers)):
+    for number, (images, labels) in enumerate(each(loader(source, transform, mode, 0, order.of(0), workers))):
         output = model(images.to(accelerator.device, non_blocking=True)).float().cpu()
         counts = order.is_first(number, len(labels))
         output, labels = output[counts], labels[counts]
@@ -245,6 +247,22 @@ def _mixup(config: TrainConfig, classes: int) -> Any:
     from timm.data import Mixup
 
     return Mixup(config.mixup, config.cutmix, label_smoothing=config.smoothing, num_classes=classes)
+
+
+def _keep_a_bit(transform: Any) -> None:
+    """timm's posterize may ask for no bits, which Pillow refuses from version 13 on; here it keeps one at least."""
+    from timm.data.auto_augment import posterize
+
+    for part in transform.transforms:
+        for operation in itertools.chain(getattr(part, "ops", ()), *getattr(part, "policy", ())):
+            if getattr(operation, "aug_fn", None) is posterize:
+                operation.aug_fn = _posterize
+
+
+def _posterize(image: Any, bits: int, **options: Any) -> Any:
+    from timm.data.auto_augment import posterize
+
+    return posterize(image, max(1, bits), **options)
 
 
 def _plain(value: Any) -> Any:

@@ -24,10 +24,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import InputError, KeepgradError
+from ..report import brief
 from .order import Unreadable, mixed_seed, seeded
 
 __all__ = ["CocoFolder", "Objects", "Problem", "average_precision", "find_split", "to_coco"]
 
+# The longest outline of a polygon, in pixels: pycocotools takes about 120 bytes for each.
+LONGEST = 2_000_000
 METRICS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 
 
@@ -102,6 +105,11 @@ class CocoFolder:
     def _image_problem(self, image: dict[str, Any]) -> str | None:
         if not {"id", "file_name", "height", "width"} <= image.keys():
             return "it lacks one of id, file_name, height and width"
+        size = image["height"], image["width"]
+        if not all(isinstance(side, int) and side > 0 for side in size):
+            return f"its height {size[0]!r} and width {size[1]!r} are not whole numbers above 0"
+        if size[0] * size[1] > _most_pixels():
+            return f"its {size[0]} x {size[1]} pixels are more than Pillow opens"
         if not (self.folder / image["file_name"]).is_file():
             return f"there is no file {self.folder / image['file_name']}"
         return None
@@ -147,17 +155,80 @@ def _is_list_of_dicts(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_one = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_one and abs(value) <= sys.float_info.max  # false for nan
+
+
+def _most_pixels() -> float:
+    from PIL import Image
+
+    return math.inf if Image.MAX_IMAGE_PIXELS is None else 2 * Image.MAX_IMAGE_PIXELS
 
 
 def _mask_problem(segmentation: Any, height: int, width: int) -> str | None:
+    """Why a mask cannot be used. pycocotools does not ask: it takes memory as large as the numbers, or writes past it."""
     if isinstance(segmentation, list):
         if not segmentation:
             return "it has no mask"
-        if any(not isinstance(p, list) or len(p) < 6 or not all(map(_is_number, p)) for p in segmentation):
-            return "a polygon of its mask has fewer than three points"
+        return next(filter(None, (_polygon_problem(polygon, height, width) for polygon in segmentation)), None)
+    if not isinstance(segmentation, dict) or not {"size", "counts"} <= segmentation.keys():
+        return "its mask is neither polygons nor run lengths with size and counts"
+    if segmentation["size"] != [height, width]:
+        return f"its mask is of size {brief(segmentation['size'])}, and the image of {[height, width]}"
+    if _runs(segmentation["counts"], height * width) is None:
+        return f"the run lengths of its mask do not add up to the {height} x {width} pixels of the image"
+    return None
+
+
+def _polygon_problem(polygon: Any, height: int, width: int) -> str | None:
+    if not isinstance(polygon, list) or len(polygon) < 6 or not all(map(_is_number, polygon)):
+        return "a polygon of its mask is not the numbers of three points or more"
+    # What sticks out of the image is cut off; an image's length away it is a mistake.
+    for values, side in ((polygon[::2], width), (polygon[1::2], height)):
+        worst = max(values, key=lambda value: abs(value - side / 2))
+        if abs(worst - side / 2) > 1.5 * side:
+            return f"a polygon of its mask has a coordinate of {worst:g}, far outside the image of {[height, width]}"
+    if len(polygon) * 3 * max(height, width) > LONGEST:
+        points = np.array(polygon[: len(polygon) // 2 * 2]).reshape(-1, 2)
+        if np.abs(points - np.roll(points, 1, axis=0)).max(axis=1).sum() > LONGEST:
+            return f"a polygon of its mask is more than {LONGEST:,} pixels long"
+    return None
+
+
+def _runs(counts: Any, pixels: int) -> list[int] | None:
+    """Run lengths that add up to `pixels`: those in a list, or in the text that COCO packs them into; else None.
+
+    A number of the text is of signed digits of 5 bits, each a character from "0" on, whose sixth bit says that more
+    follow; from the fourth on it is the difference from the one before the last.
+    """
+    if isinstance(counts, str):
+        try:
+            counts = _unpacked(counts)
+        except ValueError:
+            return None
+    if not isinstance(counts, list) or not all(type(run) is int and run >= 0 for run in counts):
         return None
-    return None if _mask(segmentation, height, width) is not None else "its mask cannot be decoded to the image's size"
+    return counts if sum(counts) == pixels else None
+
+
+def _unpacked(text: str) -> list[int]:
+    runs: list[int] = []
+    value = shift = 0
+    for character in text:
+        digit = ord(character) - ord("0")
+        if not 0 <= digit < 64 or shift > 60:
+            raise ValueError(text)
+        value |= (digit & 31) << shift
+        shift += 5
+        if digit & 32:
+            continue
+        if digit & 16:
+            value -= 1 << shift
+        runs.append(value + runs[-2] if len(runs) > 2 else value)
+        value = shift = 0
+    if shift:
+        raise ValueError(text)
+    return runs
 
 
 class Objects(Dataset):
@@ -237,20 +308,16 @@ def _inside(box: Sequence[float], height: int, width: int) -> list[float] | None
 
 
 def _mask(segmentation: Any, height: int, width: int) -> np.ndarray | None:
-    """A mask as pixels; None where it cannot be decoded, or is of another size."""
+    """A mask that has been checked, as pixels; None where it is of another size than the image."""
     from pycocotools import mask as codes
 
-    try:
-        if isinstance(segmentation, list):
-            coded = codes.merge(codes.frPyObjects(segmentation, height, width))
-        elif isinstance(segmentation["counts"], list):
-            coded = codes.frPyObjects(segmentation, *segmentation["size"])
-        else:
-            coded = segmentation
-        decoded = codes.decode(coded)
-    except Exception:  # pycocotools raises what its compiled code happens to raise
+    if isinstance(segmentation, list):
+        return codes.decode(codes.merge(codes.frPyObjects(segmentation, height, width)))
+    runs = _runs(segmentation["counts"], height * width)
+    if runs is None or segmentation["size"] != [height, width]:
         return None
-    return decoded if decoded.shape == (height, width) else None
+    values = (np.arange(len(runs)) % 2).astype(np.uint8)
+    return np.repeat(values, runs).reshape(width, height).T
 
 
 def to_coco(image: int, found: dict[str, Tensor], category_of: dict[int, int]) -> list[dict[str, Any]]:

@@ -147,6 +147,23 @@ class RunFlags(KeepFlags):
             )
         return count
 
+    def split(self: R, samples: int, processes: int) -> R:
+        """The same training in steps of `samples` samples, over another number of processes.
+
+        Raises:
+            ConfigError: if the processes cannot have as many samples each.
+        """
+        share, rest = divmod(samples, processes)
+        if rest or not share:
+            raise ConfigError(
+                f"the run has steps of {samples} samples, which {processes} processes cannot share equally; start "
+                f"a number of processes that divides {samples}"
+            )
+        # As it is, if that goes; else even, for mixup; else the largest.
+        sizes = [size for size in range(1, self.batch_size + 1) if share % size == 0]
+        size = max(sizes, key=lambda size: (size == self.batch_size, size % 2 == 0, size))
+        return dataclasses.replace(self, batch_size=size, accumulate=1, global_batch=samples)
+
 
 @dataclass(frozen=True)
 class TrainConfig(RunFlags):

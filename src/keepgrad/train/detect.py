@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from .coco import CocoFolder, Objects, average_precision, find_split, to_coco
 from .config import DetectConfig
 from .detectors import detector
 from .order import Batches, Unreadable, loaded
+from .stop import each
 
 __all__ = ["Detection"]
 
@@ -58,7 +59,7 @@ class Detection:
     def batches_per_epoch(self) -> int:
         return len(self.order)
 
-    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+    def batches(self, epoch: int, start: int) -> Generator[Batch]:
         objects = Objects(self.source, True, self.config.seed)
         for batch in loaded(objects, self.order.of(epoch, start), self.config.workers, _listed):
             yield self._placed(batch)
@@ -78,7 +79,8 @@ class Detection:
         order = Batches(len(self.val.ids), self.config.batch_size, 0, False, **self.place)
         found: dict[int, list[dict[str, Any]]] = {}
         objects = Objects(self.val, False, 0)
-        for images, targets in map(self._placed, loaded(objects, order.of(0), self.config.workers, _listed)):
+        batches = each(loaded(objects, order.of(0), self.config.workers, _listed))
+        for images, targets in map(self._placed, batches):
             for target, one in zip(targets, model(images), strict=True):
                 image = int(target["image_id"])
                 found[image] = to_coco(image, one, self.category_of)

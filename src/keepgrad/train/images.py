@@ -149,8 +149,13 @@ class _Augmented(Dataset):
             image = image.convert(self.mode)
         except Exception as error:  # PIL raises many kinds
             return Unreadable(self.source.name(index), str(error) or type(error).__name__)
-        with seeded(mixed_seed(self.seed, epoch, index)):
-            return self.transform(image), label
+        try:
+            with seeded(mixed_seed(self.seed, epoch, index)):
+                return self.transform(image), label
+        except Exception as error:  # and so do its operations
+            reason = str(error) or type(error).__name__
+            remedy = "mend it, take it away or change the augmentation"
+            return Unreadable(self.source.name(index), reason, "cannot be augmented", remedy)
 
 
 def _collated(samples: list[Any]) -> Any:

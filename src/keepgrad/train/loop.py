@@ -10,13 +10,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, closing
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +33,13 @@ from .flags import write_yaml
 from .order import mixed_seed
 from .record import Record, peak_memory
 from .state import State, optimizer_state_of, restore, weights_of, write_weights
+from .stop import noted_signals, together
+
+R = TypeVar("R", bound=RunFlags)
 
 STEPS_AT = (2 / 3, 11 / 12)  # of a run: after epochs 8 and 11 of 12, or 24 and 33 of 36
 
-__all__ = ["Outcome", "Task", "Trainer", "accelerator_for"]
+__all__ = ["Outcome", "Task", "Trainer", "accelerator_for", "fitted"]
 
 
 class Task(Protocol):
@@ -52,7 +54,7 @@ class Task(Protocol):
     def batches_per_epoch(self) -> int:
         """How many batches this process has in an epoch."""
 
-    def batches(self, epoch: int, start: int) -> Iterator[Any]:
+    def batches(self, epoch: int, start: int) -> Generator[Any]:
         """The batches of an epoch from number `start` on."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -98,10 +100,31 @@ def accelerator_for(config: RunFlags) -> Any:
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         raise ConfigError(f"accelerate is set up for {kind}; run 'accelerate config' without it, and use --fsdp here")
     if config.fsdp and accelerator.num_processes == 1:
-        raise ConfigError("fsdp shards over processes, and there is one; start with torchrun --nproc-per-node N")
+        raise ConfigError(
+            "fsdp shards over processes, and there is one; start with torchrun --nproc-per-node N, or give --no-fsdp"
+        )
     if config.amp == "fp16" and accelerator.device.type == "cpu":
         raise ConfigError("fp16 is for accelerators; use amp bf16 on the CPU")
     return accelerator
+
+
+def fitted(config: R, accelerator: Any) -> R:
+    """The settings for as many processes as there are: a run that is continued takes as many samples a step as before.
+
+    Raises:
+        ConfigError: if the processes cannot share them.
+    """
+    path = Path(config.output or "") / "state.pt"
+    samples = State.read(path, mapped=True).samples if config.resume and path.exists() else None
+    processes = accelerator.num_processes
+    given = config.batch_size * config.accumulate * processes if config.global_batch is None else None
+    if samples is None or samples == given:
+        return config
+    split = config.split(samples, processes)
+    if split != config and accelerator.is_main_process:
+        parts = f"{processes} processes x batch_size={split.batch_size} x {split.accumulation(processes)} batches"
+        print(f"steps of {samples} samples, as before: {parts}")
+    return split
 
 
 class Trainer:
@@ -154,6 +177,7 @@ class Trainer:
             raise ConfigError(f"opt={config.opt!r} cannot be made: {error}; see timm.optim.list_optimizers()") from None
         self.scheduler = self._schedule()
         self.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=config.amp == "fp16")
+        self.moved = False  # since the state was written
         self.state = self._begin()
 
     def _schedule(self) -> Any:
@@ -192,10 +216,8 @@ class Trainer:
         if path.exists() and not self.config.resume:
             raise FileError(f"{self.output} has a run already; give --resume to continue it, or another --output")
         if not path.exists():
-            if self.is_main:
-                make_folder(self.output)
-                write_yaml(self.output / "config.yaml", self.config)
-            return State(about=about)
+            self._write_config()
+            return State(about=about, samples=self._samples())
         state = State.read(path)
         for name, value in about.items():
             if state.about.get(name) != value:
@@ -203,9 +225,8 @@ class Trainer:
                     f"{path} has {name}={brief(state.about.get(name))}, and this run has {brief(value)}; "
                     "continue with the settings it was begun with, or choose another --output"
                 )
-        if self.is_main:
-            write_yaml(self.output / "config.yaml", self.config)
-        restore(self.model, self.optimizer, state, self.accelerator.num_processes)
+        self._write_config()
+        restore(self.bare, self.optimizer, state)
         for group in self.optimizer.param_groups:  # the state has the one of then
             group["weight_decay"] = self.config.weight_decay if group["weight_decay"] else 0.0
         if state.scaler:
@@ -215,34 +236,45 @@ class Trainer:
                 raise ConfigError(f"{path} has no moving average; leave out --ema, or choose another --output")
             self.ema.module.load_state_dict(state.ema)
         state.model, state.optimizer, state.ema = {}, {}, None
+        state.samples = self._samples()
         return state
+
+    def _write_config(self) -> None:
+        with together():
+            if self.is_main:
+                make_folder(self.output)
+                write_yaml(self.output / "config.yaml", self.config)
 
     def run(self, title: str = "training") -> Outcome:
         """Train to the end.
 
         Raises:
             StoppedError: after a signal; the state is written.
+            StoppedElsewhereError: if another process stopped; the state is written.
             DivergedError: if the loss is no finite number.
             InputError: if data cannot be read; the state before it is written.
+            KeepgradError: if a loader process died; then too.
             FileError: if a file cannot be written; the state from before is still there.
         """
         state = self.state
-        record = Record(self.output, self.is_main, title, self.task.shown, self.steps, state.step)
-        with record, self.stack, _signals() as signals:
+        with together():
+            record = Record(self.output, self.is_main, title, self.task.shown, self.steps, state.step)
+        with record, self.stack, noted_signals() as signals:
             if state.step:
                 record.print(f"continuing {self.output} after step {state.step} of {self.steps}")
             while state.step < self.steps or self._waits_for_evaluation():
                 if not self._waits_for_evaluation():
                     self._train_epoch(record, signals)
                 try:
+                    with together():
+                        self._heed(signals)
                     self._end_epoch()
                 except KeepgradError:
-                    self._save_alone()
+                    self._save_moved()
                     raise
-                record.epoch(state.history)
+                with together():
+                    record.epoch(state.history)
                 self.save()
-                if signals and state.step < self.steps:
-                    self._stop(signals[0])
         return Outcome(self.output, state.history, self._best(), self.plan, self.bare)
 
     def _waits_for_evaluation(self) -> bool:
@@ -253,41 +285,44 @@ class Trainer:
         """The steps of an epoch that are left."""
         state = self.state
         epoch, done = divmod(state.step, self.steps_per_epoch)
-        batches = self.task.batches(epoch, done * self.accumulation)
         self.model.train()
-        for number in range(done, self.steps_per_epoch):
-            began = time.perf_counter()
-            try:
-                group = [next(batches) for _ in range(self.accumulation)]
-            except InputError:
-                self._save_alone()
-                raise
-            loss = self._step(group)
-            state.running["seconds"] = state.running.get("seconds", 0.0) + time.perf_counter() - began
-            rate = (number + 1) * self._samples() / state.running["seconds"]
-            record.step(state.step, loss, rate, self.accelerator.device)
-            if number + 1 == self.steps_per_epoch:
-                return  # a state at the end of an epoch has its evaluation
-            if signals:
-                self._stop(signals[0])
-            if self.config.save_every and state.step % self.config.save_every == 0:
-                self.save()
+        with closing(self.task.batches(epoch, done * self.accumulation)) as batches:
+            for number in range(done, self.steps_per_epoch):
+                began = time.perf_counter()
+                loss = self._step(self._group(batches, signals))
+                state.running["seconds"] = state.running.get("seconds", 0.0) + time.perf_counter() - began
+                rate = (number + 1) * self._samples() / state.running["seconds"]
+                record.step(state.step, loss, rate, self.accelerator.device)
+                if number + 1 == self.steps_per_epoch:
+                    return  # it is saved with its evaluation
+                if self.config.save_every and state.step % self.config.save_every == 0:
+                    self.save()
+
+    def _group(self, batches: Generator[Any], signals: list[int]) -> list[Any]:
+        """The batches of the next step; where a process cannot have them or has a signal, all stop, and save."""
+        try:
+            with together():
+                self._heed(signals)
+                return [next(batches) for _ in range(self.accumulation)]
+        except KeepgradError:
+            self._save_moved()
+            raise
+
+    def _heed(self, signals: list[int]) -> None:
+        if signals:
+            name = signal.Signals(signals[0]).name
+            raise StoppedError(
+                f"{name} after step {self.state.step} of {self.steps}; --resume --output {self.output} continues"
+            )
 
     def _samples(self) -> int:
         """Samples of a step, over all processes."""
         return self.config.batch_size * self.accumulation * self.accelerator.num_processes
 
-    def _save_alone(self) -> None:
-        """Save, where no other process would have to take part: it may be in the middle of a step."""
-        if self.accelerator.num_processes == 1 and self.state.step:
+    def _save_moved(self) -> None:
+        """Save, if there is anything new."""
+        if self.moved:
             self.save()
-
-    def _stop(self, number: int) -> None:
-        self._save_alone()
-        name = signal.Signals(number).name
-        raise StoppedError(
-            f"{name} after step {self.state.step} of {self.steps}; --resume --output {self.output} continues"
-        )
 
     def _step(self, group: list[Any]) -> float:
         """One move of the optimizer; the loss before it."""
@@ -319,6 +354,7 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         state.step += 1
+        self.moved = True
         if self.ema is not None:
             self.ema.update(self.bare, step=state.step)
         state.running["loss"] = state.running.get("loss", 0.0) + value
@@ -352,10 +388,13 @@ class Trainer:
         row |= {"lr": max(self._rates()), "train_loss": state.running["loss"] / self.steps_per_epoch, **metrics}
         row |= {"seconds": state.running["seconds"], "memory": peak_memory(device)}
         # Files first: where one cannot be written, the evaluation is repeated.
-        if self.is_main:
-            self.task.write(self.output)
+        with together():
+            if self.is_main:
+                self.task.write(self.output)
         if all(row[self.task.goal] > other[self.task.goal] for other in state.history):
-            self._write_weights("best", weights_of(self.model))
+            weights = weights_of(self.bare)
+            with together():
+                self._write_weights("best", weights)
         state.history.append(row)
         state.running.clear()
 
@@ -378,39 +417,22 @@ class Trainer:
             FileError: if they cannot be written; the state from before is still there.
             DivergedError: if a weight is no finite number; then too.
         """
-        model, optimizer = weights_of(self.model), optimizer_state_of(self.model, self.optimizer)
-        if self.is_main:
-            broken = next((name for name, t in model.items() if not bool(torch.isfinite(t).all())), None)
-            if broken is not None:
-                raise DivergedError(
-                    f"{broken} has values that are no finite numbers after step {self.state.step}; what was saved "
-                    f"before is in {self.output}. Lower the learning rate or clip gradients, and --resume"
-                )
-            self._write_weights("last", model)
-            ema = None if self.ema is None else self.ema.module.state_dict()
-            whole = dataclasses.replace(
-                self.state, model=model, optimizer=optimizer, ema=ema, scaler=self.scaler.state_dict()
+        model, optimizer = weights_of(self.bare), optimizer_state_of(self.bare, self.optimizer)
+        with together():
+            if self.is_main:
+                self._write_state(model, optimizer)
+        self.moved = False
+
+    def _write_state(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        broken = next((name for name, t in model.items() if not bool(torch.isfinite(t).all())), None)
+        if broken is not None:
+            raise DivergedError(
+                f"{broken} has values that are no finite numbers after step {self.state.step}; what was saved "
+                f"before is in {self.output}. Lower the learning rate or clip gradients, and --resume"
             )
-            whole.write(self.output / "state.pt")
-        self.accelerator.wait_for_everyone()
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """The signals that came: at the first one a run stops between two steps, a second one ends it at once."""
-    found: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield found
-        return
-
-    def note(number: int, _: Any) -> None:
-        if found:
-            raise KeyboardInterrupt
-        found.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield found
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        self._write_weights("last", model)
+        ema = None if self.ema is None else self.ema.module.state_dict()
+        whole = dataclasses.replace(
+            self.state, model=model, optimizer=optimizer, ema=ema, scaler=self.scaler.state_dict()
+        )
+        whole.write(self.output / "state.pt")

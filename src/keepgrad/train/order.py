@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,16 +15,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ..errors import InputError
+from ..errors import InputError, KeepgradError
 
 __all__ = ["Batches", "Unreadable", "loaded", "mixed_seed", "seeded"]
 
 
+PATIENCE = 60  # seconds that a loader process has after SIGTERM
+
+
 class Unreadable(NamedTuple):
-    """A file that is no image. It travels in place of its batch: exceptions lose their form between processes."""
+    """A file that cannot be used. It travels in place of its batch: exceptions lose their form between processes."""
 
     name: str
     reason: str
+    problem: str = "cannot be read as an image"
+    remedy: str = "mend it or take it away"
 
 
 def mixed_seed(*numbers: int) -> int:
@@ -89,9 +95,36 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _ignore_interrupt(_: int) -> None:
-    """Ctrl-C reaches every process of a terminal, but it is for the training process to stop in order."""
+def _leave_signals(_: int) -> None:
+    """Signals reach every process of a group, but it is for the training process to stop in order, and to end this one.
+
+    Where it does not, this one ends by itself.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "alarm"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(PATIENCE))
+
+
+@contextmanager
+def _deaths_unheard() -> Iterator[None]:
+    """When a loader process dies, torch raises an error wherever the training process is, also in the middle of a step.
+
+    Not in this block: there the next batch says it.
+    """
+    if not hasattr(signal, "SIGCHLD") or not _in_main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if _in_main_thread():
+            signal.signal(signal.SIGCHLD, before)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def loaded(
@@ -100,7 +133,8 @@ def loaded(
     """The batches of a dataset, given by the numbers of their samples, loaded by `workers` processes.
 
     Raises:
-        InputError: names the file that cannot be read as an image.
+        InputError: names the file that cannot be used.
+        KeepgradError: if a loader process died.
     """
     found = DataLoader(
         dataset,
@@ -109,9 +143,28 @@ def loaded(
         collate_fn=collate,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # so that torch's own random state is left alone
-        worker_init_fn=_ignore_interrupt,
+        worker_init_fn=_leave_signals,
     )
-    for batch in found:
-        if isinstance(batch, Unreadable):
-            raise InputError(f"{batch.name} cannot be read as an image: {batch.reason}; mend it or take it away")
-        yield batch
+    iterator = iter(found)
+    with _deaths_unheard():
+        try:
+            for _ in batches:
+                batch = _next(iterator)
+                if isinstance(batch, Unreadable):
+                    raise InputError(f"{batch.name} {batch.problem}: {batch.reason}; {batch.remedy}")
+                yield batch
+        finally:
+            del iterator  # and so its processes
+
+
+def _next(iterator: Iterator[Any]) -> Any:
+    try:
+        return next(iterator)
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        if isinstance(error, RuntimeError) and "exited unexpectedly" not in str(error):
+            raise
+        reason = str(error) or type(error).__name__
+    # Not in the block above: that error keeps the iterator, and with it the other loader processes.
+    raise KeepgradError(
+        f"a process that loads data was killed ({reason}); if memory is short, lower --workers, and --resume"
+    )

@@ -29,7 +29,6 @@ from ..files import written_whole
 __all__ = ["State", "optimizer_state_of", "read_weights", "restore", "weights_of", "write_weights"]
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-_FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 KEY = "keepgrad"
 
 
@@ -45,6 +44,7 @@ class State:
     history: list[dict[str, float]] = field(default_factory=list)  # a row for each epoch that is over
     running: dict[str, float] = field(default_factory=dict)  # sums over the epoch that is not
     about: dict[str, Any] = field(default_factory=dict)  # what must be the same in a run that continues this one
+    samples: int | None = None  # that a step takes, over all processes
 
     def write(self, path: Path) -> None:
         """Raises FileError; the state from before is then still there."""
@@ -52,10 +52,10 @@ class State:
             torch.save(vars(self), partial)
 
     @classmethod
-    def read(cls, path: Path) -> State:
-        """Raises FileError if this is no state of a run."""
+    def read(cls, path: Path, mapped: bool = False) -> State:
+        """Raises FileError if this is no state of a run. With `mapped`, tensors are not read before they are used."""
         try:
-            return cls(**torch.load(path, map_location="cpu", weights_only=True))
+            return cls(**torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise FileError(f"{path} is not a state that can be resumed: {reason[:200]}") from None
@@ -71,9 +71,12 @@ def optimizer_state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     return get_optimizer_state_dict(model, optimizer, options=_WHOLE)
 
 
-def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: State, processes: int) -> None:
-    """Put weights and optimizer state back; with several processes, from the first one's state to all."""
-    options = _FROM_FIRST if processes > 1 else StateDictOptions(full_state_dict=True)
+def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
+    """Put weights and optimizer state back, whole or sharded; to be called in all processes, each with the state.
+
+    The model is the bare one: under the names that DDP gives to weights, torch does not find them in every process.
+    """
+    options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, state.model, options=options)
     set_optimizer_state_dict(model, optimizer, state.optimizer, options=options)
 

@@ -1,0 +1,96 @@
+"""How a run stops: at a signal, and with the other processes.
+
+A process that stops alone leaves the others waiting for it, and then nobody can save the state. So what may fail in one
+process stands in `with together():`, at whose end all of them learn of it and stop at the same step.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..errors import KeepgradError, StoppedElsewhereError
+
+T = TypeVar("T")
+
+# Seconds in which further signals count as the first one: a launcher passes on what its process group has had already.
+SAME = 5.0
+
+__all__ = ["each", "noted_signals", "together"]
+
+
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """The signals that came: at the first one a run stops between two steps, a later one ends it at once."""
+    found: list[int] = []
+    first = 0.0
+    if threading.current_thread() is not threading.main_thread():
+        yield found
+        return
+
+    def note(number: int, _: Any) -> None:
+        nonlocal first
+        if not found:
+            first = time.monotonic()
+        elif time.monotonic() - first > SAME:
+            raise KeyboardInterrupt
+        found.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield found
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """A block that fails in all processes if it fails in one; to be entered by all of them.
+
+    They tell each other at its end, over a group of the CPU, so that no accelerator has to be waited for.
+
+    Raises:
+        KeepgradError: its own, in the first of the processes that failed.
+        StoppedElsewhereError: in all others.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    error: KeepgradError | None = None
+    try:
+        yield
+    except KeepgradError as found:
+        error = found
+    own, count = dist.get_rank(), dist.get_world_size()
+    failed = torch.tensor(count if error is None else own)
+    dist.all_reduce(failed, dist.ReduceOp.MIN, group=_cpu_group(dist.group.WORLD))
+    if error is not None and int(failed) == own:
+        raise error
+    if int(failed) < count:
+        raise StoppedElsewhereError(f"process {int(failed)} stopped, and this one with it; see what that one says")
+
+
+@functools.lru_cache(maxsize=1)
+def _cpu_group(_: Any) -> Any:
+    """Beside the group of all processes, whose backend may be that of an accelerator."""
+    return dist.new_group(backend="gloo")
+
+
+def each(items: Iterator[T]) -> Iterator[T]:
+    """The items, of which every process has as many; where one process cannot get its next one, all stop."""
+    end: Any = object()
+    while True:
+        with together():
+            item = next(items, end)
+        if item is end:
+            return
+        yield item
