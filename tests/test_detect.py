@@ -287,6 +287,52 @@ def test_what_cannot_be_used_is_left_out_and_said(shapes, tmp_path):
         find_split(tmp_path, "val")
 
 
+FAR = "far outside the image of [128, 128]"
+SUM = "do not add up to the 128 x 128 pixels of the image"
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "words"),
+    [
+        ([[1e300, 1, 50, 60, 70, 2]], f"has a coordinate of 1e+300, {FAR}"),
+        ([[1, 1, 50, 60, 70, -1e9]], f"has a coordinate of -1e+09, {FAR}"),
+        ([[10**400, 1, 50, 60, 70, 2]], "is not the numbers of three points or more"),
+        ([[0, 0, 128, 128] * 20_000], "is more than 2,000,000 pixels long"),
+        ({"size": [200_000, 200_000], "counts": "abc"}, "is of size [200000, 200000], and the image of [128, 128]"),
+        ({"size": [200_000, 200_000], "counts": [4 * 10**10]}, "is of size [200000, 200000]"),
+        ({"size": [128, 128], "counts": [2**32 - 1, 128 * 128 + 1]}, SUM),
+        ({"size": [128, 128], "counts": [128 * 128 + 5, -5]}, SUM),
+        ({"size": [128, 128], "counts": "oooo"}, SUM),
+        ({"size": [128, 128], "counts": "\u00e9"}, SUM),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_numbers_that_would_crash_pycocotools_are_refused_before_it_sees_them(shapes, tmp_path, segmentation, words):
+    images, annotations = find_split(shapes, "train")
+    whole = json.loads(annotations.read_text())
+    whole["annotations"].append({**whole["annotations"][0], "id": 9001, "segmentation": segmentation})
+    path = tmp_path / "instances_train.json"
+    path.write_text(json.dumps(whole))
+    (problem,) = CocoFolder(images, path, training=True).problems
+    assert problem.what == "annotation 9001"
+    assert words in problem.reason
+    assert "\n" not in str(problem)
+
+
+def test_an_image_said_to_be_larger_than_any_file_is_left_out(shapes, tmp_path):
+    images, annotations = find_split(shapes, "train")
+    whole = json.loads(annotations.read_text())
+    first, second = whole["images"][:2]
+    first |= {"height": 200_000, "width": 200_000}
+    second["width"] = 12.5
+    path = tmp_path / "instances_train.json"
+    path.write_text(json.dumps(whole))
+    problems = [str(problem) for problem in CocoFolder(images, path, training=True).problems]
+    assert len(problems) == 2
+    assert "its 200000 x 200000 pixels are more than Pillow opens" in problems[0]
+    assert "width 12.5 are not whole numbers above 0" in problems[1]
+
+
 def test_masks_come_from_polygons_and_from_both_kinds_of_run_lengths(tmp_path):
     from pycocotools import mask as codes
 

@@ -302,7 +302,7 @@ class _BlockForward(_Patch):
         self.block = block
         self.sites = {site.kind: site for site in sites}
         self.programs = {kind: block.programs[kind] for kind in self.sites}
-        self.state = _state(block.module)
+        self.watch: _Watch | None = _Watch(block.module)
         # torch.compile cannot trace a module that is called as itself inside of its own patch.
         self.stays_plain_compiled = any(
             isinstance(program, Program) and program.is_one_opaque_stage for program in self.programs.values()
@@ -310,7 +310,7 @@ class _BlockForward(_Patch):
 
     def __getstate__(self) -> dict[str, Any]:
         # Programs hold functions; a copy builds its own.
-        return {**vars(self), "programs": {}, "state": ()}
+        return {**vars(self), "programs": {}, "watch": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.shared.exact or self.is_aside or not self.module.training or not torch.is_grad_enabled():
@@ -332,10 +332,9 @@ class _BlockForward(_Patch):
         """The programs of the sites, built anew if the block has changed since they were built."""
         if torch.compiler.is_compiling():
             return {kind: self._compile(kind) for kind in self.sites}
-        state = _state(self.module)
-        if state != self.state:
+        if self.watch is None or not self.watch.holds():
             self.programs = {kind: self._compile(kind) for kind in self.sites}
-            self.state = state
+            self.watch = _Watch(self.module)
         return self.programs
 
     def _compile(self, kind: str) -> Program | Unsupported:
@@ -414,18 +413,34 @@ def _like(grid: tuple[int, ...] | None, count: int) -> tuple[int, ...] | None:
     return (tall, wide) if tall * wide == count else None
 
 
-def _state(module: nn.Module) -> tuple[Any, ...]:
-    """All that the programs of a block were built from, besides the tensors."""
-    return tuple(
-        (
-            id(inner),
-            type(inner),
-            inner.training,
-            has_hooks(inner),
-            inner is not module and "forward" in vars(inner),
-            vars(inner).get("p"),
-            vars(inner).get("drop_prob"),
-            tuple(value is None for value in inner._parameters.values()),
+class _Watch:
+    """All that the programs of a block were built from, besides the tensors; `holds` says whether it is as it was.
+
+    This runs for every block in every step, so it reads the modules' dictionaries directly.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.seen = [(module, type(module), *_facts(module, block)) for module in block.modules()]
+        self.block = block
+
+    def holds(self) -> bool:
+        return all(
+            type(module) is kind and _facts(module, self.block) == (children, facts)
+            for module, kind, children, facts in self.seen
         )
-        for inner in module.modules()
+
+
+def _facts(module: nn.Module, block: nn.Module) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The children of a module, and what else of it a program depends on."""
+    own = module.__dict__
+    get = own.get
+    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    given = own["_parameters"]
+    return tuple(own["_modules"].values()), (
+        own["training"],
+        bool(hooks) and has_hooks(module),
+        "forward" in own and module is not block,
+        get("p"),
+        get("drop_prob"),
+        [value is None for value in given.values()] if given else None,
     )

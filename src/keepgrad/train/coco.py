@@ -106,7 +106,7 @@ class CocoFolder:
         if not {"id", "file_name", "height", "width"} <= image.keys():
             return "it lacks one of id, file_name, height and width"
         size = image["height"], image["width"]
-        if not all(isinstance(side, int) and side > 0 for side in size):
+        if not all(_is_number(side) and side > 0 and side == int(side) for side in size):
             return f"its height {size[0]!r} and width {size[1]!r} are not whole numbers above 0"
         if size[0] * size[1] > _most_pixels():
             return f"its {size[0]} x {size[1]} pixels are more than Pillow opens"
@@ -166,7 +166,7 @@ def _most_pixels() -> float:
 
 
 def _mask_problem(segmentation: Any, height: int, width: int) -> str | None:
-    """Why a mask cannot be used. pycocotools does not ask: it takes memory as large as the numbers, or writes past it."""
+    """Why a mask cannot be used. pycocotools does not ask: it takes any amount of memory, or writes beyond it."""
     if isinstance(segmentation, list):
         if not segmentation:
             return "it has no mask"
