@@ -2,8 +2,9 @@
 
     python benchmarks/families.py [--only swin_small_patch4_window7_224 ...] [--batch-size 8] [--rounds 7] [--markdown]
 
-Models are the examples of `keepgrad models` and those named here, with random weights, built from their configurations. For each
-model the methods take turns in one run; "time" is the median over the rounds, relative to that of full backprop.
+Models are the examples of `keepgrad models` and those named here, with random weights, built from their configurations.
+For each model the methods take turns in one run; "time" is the median over the rounds, relative to that of full
+backprop.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def grown(given: Any, batch: int) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=DEFAULT, metavar="MODEL", help="names as `keepgrad models` has them")
+    parser.add_argument(
+        "--only", nargs="+", default=DEFAULT, metavar="MODEL", help="names as `keepgrad models` has them"
+    )
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
@@ -88,7 +91,9 @@ def measured(example: Example, batch: int, rounds: int) -> list[tuple[str, ...]]
         facts[name] = len(keepgrad.apply(model, **options).sites)
     saved = {name: saved_bytes(lambda m=m: call(m, given), m) for name, m in models.items()}
     peaks = {name: peak_bytes(lambda m=m: step(m, given)) for name, m in models.items()}
-    seconds = seconds_in_turns({name: lambda m=m: (m.zero_grad(), step(m, given)) for name, m in models.items()}, rounds)
+    seconds = seconds_in_turns(
+        {name: lambda m=m: (m.zero_grad(), step(m, given)) for name, m in models.items()}, rounds
+    )
     full = "full backprop"
     return [
         (

@@ -1,11 +1,11 @@
 """The slow, obvious reference for whole models: the model's own code, reduced from outside.
 
-The model runs twice, unpatched, under plain autograd. The first run notes the exact values at the ends of every branch and
-around its linear layers. In the second, hooks at the entrance of a branch put the slot of each group in the place of its
-picked position, the softmax of attention sees kept keys only (a key that stands for m positions counts m times), and
-hooks at the exit of the branch lay the result out over the positions. Wherever the engine would have saved a value,
-the exact one takes its place while the gradient stays that of the graph. Rotary positions, biases and windows need no word:
-kept rows stay where they were.
+The model runs twice, unpatched, under plain autograd. The first run notes the exact values at the ends of every branch
+and around its linear layers. In the second, hooks at the entrance of a branch put the slot of each group in the place
+of its picked position, the softmax of attention sees kept keys only (a key that stands for m positions counts m times),
+and hooks at the exit of the branch lay the result out over the positions. Wherever the engine would have saved a value,
+the exact one takes its place while the gradient stays that of the graph. Rotary positions, biases and windows need no
+word: kept rows stay where they were.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Branch:
     """Where a branch of a block begins and ends, by the names of modules in the block ("" is the block itself).
 
     `form` is that of the entrance's input (see `FORMS`), `exit_form` that of the exit's output, if another. `layout` is
-    that of the positions, or a function of the input's shape. `last` are the names of the linear layers whose output the
-    engine does not save, and `out` that of what follows the attention, a linear layer or a norm. `query` is the name of
-    the layer that makes q; for a joint one of q, k and v it is that. `gate` is the name of a layer that makes a gate for
-    the output.
+    that of the positions, or a function of the input's shape. `last` are the names of the linear layers whose output
+    the engine does not save, and `out` that of what follows the attention, a linear layer or a norm. `query` is the
+    name of the layer that makes q; for a joint one of q, k and v it is that. `gate` is the name of a layer that makes a
+    gate for the output.
     """
 
     entrance: str

@@ -198,7 +198,9 @@ def test_a_patched_detector_has_the_losses_of_the_plain_one(kind, sizes, options
     assert_same(losses(model, images, targets)[1], exact)
 
 
-@pytest.mark.parametrize(("backbone", "sites"), [("test_convnext", 9), ("test_vit", 12), ("swin_tiny_patch4_window7_224", 10)])
+@pytest.mark.parametrize(
+    ("backbone", "sites"), [("test_convnext", 9), ("test_vit", 12), ("swin_tiny_patch4_window7_224", 10)]
+)
 def test_ratio_one_has_the_gradients_of_autograd(backbone, sites):
     images, targets = [torch.rand(3, 64, 64)], [target([4, 4, 30, 30], height=64, width=64)]
     model = tiny("mask_rcnn", backbone).double()

@@ -66,7 +66,9 @@ def test_masks_and_reductions_equal_the_oracle(family, mask, reduce):
 
 
 @EVERY
-@pytest.mark.parametrize(("method", "reduce"), [("qkv", "pool"), ("query", "fold"), ("query", "drop"), ("head", "drop")])
+@pytest.mark.parametrize(
+    ("method", "reduce"), [("qkv", "pool"), ("query", "fold"), ("query", "drop"), ("head", "drop")]
+)
 def test_methods_equal_the_oracle(family, method, reduce):
     if method not in family.methods:
         pytest.skip("the family has no such method")

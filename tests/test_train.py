@@ -579,7 +579,8 @@ if len(sys.argv) > 3:
     def save_and_stop():
         save()
         if trainer.state.step == int(sys.argv[3]):
-            torch.distributed.destroy_process_group()
+            if accelerator.num_processes > 1:
+                torch.distributed.destroy_process_group()
             sys.exit()
 
     trainer.save = save_and_stop
@@ -637,8 +638,9 @@ def test_two_processes_train_like_one(folder, tmp_path, fsdp):
     assert_close(weights(shared), weights(output))
 
 
-def test_a_sharded_run_is_resumed(folder, tmp_path):
-    settings = {"batch_size": 3, "fsdp": True, "aug": False, "save_every": 1}
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+def test_a_run_of_two_processes_is_resumed(folder, tmp_path, fsdp):
+    settings = {"batch_size": 3, "fsdp": fsdp, "aug": False, "save_every": 1}
     whole, _ = run_processes(tmp_path, "whole", 2, folder, **settings)
     run_processes(tmp_path, "parts", 2, folder, **settings, stop_after=5)
     state = State.read(tmp_path / "parts" / "state.pt")

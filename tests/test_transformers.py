@@ -13,7 +13,7 @@ from torch import nn
 
 import keepgrad
 from keepgrad import Layout
-from keepgrad.adapters.modules import path_of
+from keepgrad.adapters.items import path_of
 from keepgrad.patch import masks_drawn
 
 transformers = pytest.importorskip("transformers")

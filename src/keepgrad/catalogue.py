@@ -1,7 +1,7 @@
 """The families keepgrad knows, each with a model to show and measure it on.
 
-A row is found out, not written down: the example is built, and what `find_blocks` finds in it is the row. Saved bytes are measured on
-the example with random weights.
+A row is found out, not written down: the example is built, and what `find_blocks` finds in it is the row. Saved bytes
+are measured on the example with random weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import models
 from .adapters import find_blocks
-from .adapters.modules import Program
+from .adapters.program import Program
 from .errors import NoSiteError
 from .memory import call, saved_bytes
 from .patch import apply, plan

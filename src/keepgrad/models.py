@@ -1,4 +1,6 @@
-"""Models by name, for every command: timm's, torchvision's (`torchvision:NAME`) and transformers' (`hf:NAME_OR_FOLDER`)."""
+"""Models by name, for every command: timm's, torchvision's (`torchvision:NAME`) and transformers'
+(`hf:NAME_OR_FOLDER`).
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,8 @@ def size_of(model: Any, given: int | None) -> tuple[int, int, int]:
 
 
 def batch_for(model: Any, batch: int, size: int | None = None, length: int | None = None) -> Any:
-    """What a training step of the model is given, without data: the shape of images, or the arguments of transformers' models.
+    """What a training step of the model is given, without data: the shape of images, or the arguments of transformers'
+    models.
 
     Args:
         model: the model.

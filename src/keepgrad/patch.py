@@ -3,8 +3,8 @@
 A patched block has an attribute `forward` of its own, a `_BlockForward`, which runs its branches in the engine while
 training and the class's own forward otherwise. The model itself gets a `_RootForward`, which marks where a training
 step begins and ends, and the layer that cuts images into patches an `_EmbedForward`, which notes how many there are
-each way. Nothing else changes: no class, no module, no parameter, no buffer. All are plain picklable objects, and copies
-of a model get copies of them.
+each way. Nothing else changes: no class, no module, no parameter, no buffer. All are plain picklable objects, and
+copies of a model get copies of them.
 
 Masks are drawn once a step and shared by all sites. The number they derive from is read off torch's CPU random
 stream at the first site and the stream is put back, so dropout and drop path draw what they would draw without
@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from ._torch import has_hooks
 from .adapters import Block, Unsupported
-from .adapters.modules import Attention, Program, path_of
+from .adapters.items import Attention, path_of
 from .adapters.position_wise import NotRows
+from .adapters.program import Program
 from .adapters.registry import PATCHES
 from .config import KeepConfig
 from .errors import AlreadyAppliedError, MapTooSmallError, NotAppliedError

@@ -23,8 +23,9 @@ __all__ = ["Plan", "Site", "config_from", "make_plan"]
 class Site:
     """One branch of one block.
 
-    `tier` is 1 for a whole branch of a known block, 2 for an MLP inside of a block that is not known. `plain` is how many
-    values for each position full backprop saves in this branch, `saved` how many keepgrad saves, with nothing frozen.
+    `tier` is 1 for a whole branch of a known block, 2 for an MLP inside of a block that is not known. `plain` is how
+    many values for each position full backprop saves in this branch, `saved` how many keepgrad saves, with nothing
+    frozen.
     `cell` is the side of the squares of positions that are kept or dropped together, in a model of several resolutions.
     """
 

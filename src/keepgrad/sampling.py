@@ -47,8 +47,8 @@ REDUCTIONS = ("drop", "scaled", "fold", "pool")
 class Layout(NamedTuple):
     """How the positions of a feature map lie: `prefix` tokens (class, registers), then the map, row by row.
 
-    `shape` is `(n,)` for a sequence, `(height, width)` for an image, `(frames, height, width)` for a clip. `cell` is the
-    side of the square of positions that is kept or dropped as one (see `sample`).
+    `shape` is `(n,)` for a sequence, `(height, width)` for an image, `(frames, height, width)` for a clip. `cell` is
+    the side of the square of positions that is kept or dropped as one (see `sample`).
     """
 
     shape: tuple[int, ...]

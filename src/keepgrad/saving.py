@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .adapters.modules import Program
+from .adapters.program import Program
 from .ops.branch import Branch
 from .sampling import Layout, sample, slot_count
 

@@ -1,4 +1,6 @@
-"""A small model of every family keepgrad knows; `FAMILIES` has them by name. A new family is a new line in one of the files."""
+"""A small model of every family keepgrad knows; `FAMILIES` has them by name. A new family is a new line in one of the
+files.
+"""
 
 from .timm import FAMILIES as TIMM
 from .timm_vit import FAMILIES as TIMM_VIT

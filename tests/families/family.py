@@ -18,9 +18,10 @@ from keepgrad import Layout
 class Family:
     """A small model of a family, an input for it, and where its branches are.
 
-    `specs` has the branches by the class name of the patched module and the kind of branch. `output` takes the tensor from
-    what the model returns. `limit` is the share of full backprop's saved values that 0.5 may save in the branches. `apart` is a
-    context in which the model has its branches in modules of their own, for the oracle, where they are not.
+    `specs` has the branches by the class name of the patched module and the kind of branch. `output` takes the tensor
+    from what the model returns. `limit` is the share of full backprop's saved values that 0.5 may save in the branches.
+    `apart` is a context in which the model has its branches in modules of their own, for the oracle, where they are
+    not.
     """
 
     make: Callable[[], nn.Module]

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .modules import Program, Unsupported, compile_branch, path_of
+from .items import Unsupported, path_of
 from .position_wise import declared_adapter, position_wise_adapter
+from .program import Program, compile_branch
 from .registry import PATCHES, REGISTRY, Adapter
 
 __all__ = ["Block", "find_blocks"]

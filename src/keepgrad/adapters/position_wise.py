@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from .._torch import has_hooks
 from ..errors import ConfigError
-from .modules import Step, Unsupported, compile_branch, gate, path_of, side_by_side, steps_for, steps_of
+from .items import Step, Unsupported, path_of
+from .modules import gate, side_by_side, steps_for, steps_of
+from .program import compile_branch
 from .registry import Adapter, RunBranch
 
 __all__ = ["MLPS", "MLPS_2D", "declared_adapter", "position_wise_adapter", "rows_of", "structure"]

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from .modules import Attention, Scale
+from .items import Attention, Scale
 
 __all__ = ["PATCHES", "REGISTRY", "Adapter", "RunBranch", "adapts", "parameters_of"]
 
@@ -86,8 +86,9 @@ REGISTRY: dict[str, Adapter] = {}
 
 
 PATCHES: dict[str, Callable[[Any, Any], tuple[int, ...]]] = {}
-"""From the import path of a class that makes patches of images, and is no convolution, to a function of such a module and
-of what it returns: how many patches there are each way."""
+"""From the import path of a class that makes patches of images, and is no convolution, to a function of such a module
+and of what it returns: how many patches there are each way.
+"""
 
 
 def adapts(*paths: str) -> Callable[[type[Adapter]], type[Adapter]]:

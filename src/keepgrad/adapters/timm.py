@@ -8,15 +8,9 @@ from torch import Tensor, nn
 
 from ..ops.stages import Linear, Pointwise
 from ..ops.stages import gelu as gelu_stage
+from .items import Attention, LinearOf, Scale, Step, Unsupported, attention, describes
 from .modules import (
     STEPS,
-    Attention,
-    LinearOf,
-    Scale,
-    Step,
-    Unsupported,
-    attention,
-    describes,
     drop_path,
     gate,
     global_response_norm,

@@ -14,21 +14,10 @@ from torch import Tensor, nn
 from .._torch import has_hooks
 from ..ops.attention import Part, Places
 from ..ops.stages import Pointwise
-from .modules import (
-    Attention,
-    LinearOf,
-    Scale,
-    Step,
-    Unsupported,
-    attention,
-    compile_branch,
-    describes,
-    path_of,
-    reads,
-    steps_for,
-    steps_of,
-)
+from .items import Attention, LinearOf, Scale, Step, Unsupported, attention, describes, path_of
+from .modules import reads, steps_for, steps_of
 from .position_wise import NotRows
+from .program import compile_branch
 from .registry import PATCHES, Adapter, RunBranch, adapts
 from .timm import VisionTransformerBlock
 

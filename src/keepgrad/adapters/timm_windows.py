@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.attention import Part, Places
-from .modules import Attention, LinearOf, Unsupported
+from .items import Attention, LinearOf, Unsupported
 from .registry import Adapter, RunBranch, adapts
 
 __all__ = ["cosine", "probe"]

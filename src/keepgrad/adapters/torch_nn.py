@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.stages import Noise
-from .modules import Attention, LinearOf, Step, Unsupported, attention, describes, steps_for, steps_of
+from .items import Attention, LinearOf, Step, Unsupported, attention, describes
+from .modules import steps_for, steps_of
 from .position_wise import NotRows
 from .registry import Adapter, RunBranch, adapts
 

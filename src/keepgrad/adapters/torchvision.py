@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .modules import STEPS, Attention, LinearOf, Scale, Unsupported, attention, describes, drop_path
+from .items import Attention, LinearOf, Scale, Unsupported, attention, describes
+from .modules import STEPS, drop_path
 from .position_wise import maps_of, rows_of
 from .registry import Adapter, RunBranch, adapts
 from .timm_windows import cosine, probe

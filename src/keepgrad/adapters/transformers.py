@@ -24,24 +24,8 @@ from torch import Tensor, nn
 from .._torch import has_hooks
 from ..ops.stages import GlobalResponseNorm, Linear
 from ..ops.stages import gelu as gelu_stage
-from .modules import (
-    SCALES,
-    STEPS,
-    Attention,
-    LinearOf,
-    Scale,
-    Step,
-    Unsupported,
-    drop_path,
-    gate,
-    layer_norm,
-    opaque,
-    path_of,
-    reads,
-    side_by_side,
-    steps_for,
-    unwrapped,
-)
+from .items import Attention, LinearOf, Scale, Step, Unsupported, path_of, unwrapped
+from .modules import SCALES, STEPS, drop_path, gate, layer_norm, opaque, reads, side_by_side, steps_for
 from .position_wise import NotRows, maps_of, rows_of, steps_of_mlp
 from .registry import Adapter, RunBranch, adapts, parameters_of
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from .. import models
 from ..baseline import algorithm1
 from ..budget import checkpointed
 from ..config import KeepConfig
@@ -21,7 +22,6 @@ from ..errors import CheckpointingError, ConfigError, MapTooSmallError, NoSiteEr
 from ..memory import AMP, OPTIMIZERS, MemoryReport, estimate
 from ..patch import apply
 from ..report import Table, readable_bytes
-from .. import models
 from .numbers import positive
 
 __all__ = ["add_arguments", "run"]

@@ -7,9 +7,9 @@ import json
 import time
 from pathlib import Path
 
+from .. import models
 from ..errors import ConfigError
 from ..report import Table
-from .. import models
 from .numbers import positive
 
 __all__ = ["add_arguments", "run"]

@@ -1,7 +1,7 @@
 """Self-attention: exact forward, and a backward renormalised over what is kept.
 
-Shapes: input `[batch, n, in]`, projected to the sections q, k, v (and a gate) side by side `[batch, n, sum of sections]`,
-output `[batch, n, heads * dim]`. k and v may have fewer heads than q.
+Shapes: input `[batch, n, in]`, projected to the sections q, k, v (and a gate) side by side `[batch, n, sum of
+sections]`, output `[batch, n, heads * dim]`. k and v may have fewer heads than q.
 
 Forward attends to everything. Backward differentiates attention *among the kept rows*: softmax over the kept keys,
 not the exact probabilities with terms left out, because then the probability mass of the dropped keys would be missing.
@@ -70,10 +70,10 @@ class Part(NamedTuple):
 class Core:
     """What attention does with q, k and v.
 
-    `turn` is a function of the rows of q and of those of k, with the same tensors: rotary positions. It comes after
-    `q_parts` and `k_parts`, which are functions `(rows, places, *tensors)` of rows `[batch, heads, n, dim]`. `biases` are functions
-    `(q, places of q, places of k, *tensors)` to what is added to the scores, broadcast to `[batch, heads, n, n]`, or
-    to a boolean mask of what may be seen. `out_parts` are functions `(rows, places, *tensors)` of the output rows
+    `q_parts` and `k_parts` are functions `(rows, places, *tensors)` of rows `[batch, heads, n, dim]`. `turn` comes after
+    them: the same function, with the same tensors, of the rows of q and of those of k (rotary positions). `biases` are
+    functions `(q, places of q, places of k, *tensors)` to what is added to the scores, broadcast to
+    `[batch, heads, n, n]`, or to a boolean mask of what may be seen. `out_parts` are functions `(rows, places, *tensors)` of the output rows
     `[batch, n, heads * dim]`, and `gate` is a function of the gate's rows, which the output is then multiplied with.
     The tensors of all of these come in this order: turn, q, k, biases, out.
     """
