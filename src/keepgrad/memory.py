@@ -255,7 +255,7 @@ def _report(ledger: Ledger, optimizer: int = 0, total: int | None = None, alloca
 
 @contextmanager
 def _tensors_put_back(model: nn.Module) -> Iterator[None]:
-    """Tensors that the model keeps for later while it runs, such as rotary positions for a size, are forgotten again."""
+    """Tensors that the model keeps for later when it runs, such as rotary positions for a size, are forgotten again."""
 
     def own(module: nn.Module) -> dict[str, Any]:
         return {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
