@@ -73,9 +73,9 @@ class Core:
     `q_parts` and `k_parts` are functions `(rows, places, *tensors)` of rows `[batch, heads, n, dim]`. `turn` comes
     after them: the same function, with the same tensors, of the rows of q and of those of k (rotary positions).
     `biases` are functions `(q, places of q, places of k, *tensors)` to what is added to the scores, broadcast to
-    `[batch, heads, n, n]`, or to a boolean mask of what may be seen. `out_parts` are functions `(rows, places, *tensors)`
-    of the output rows `[batch, n, heads * dim]`, and `gate` is a function of the gate's rows, which the output is then
-    multiplied with. The tensors of all of these come in this order: turn, q, k, biases, out.
+    `[batch, heads, n, n]`, or to a boolean mask of what may be seen. `out_parts` are functions of the output rows,
+    `(rows [batch, n, heads * dim], places, *tensors)`, and `gate` is a function of the gate's rows, which the output is
+    then multiplied with. The tensors of all of these come in this order: turn, q, k, biases, out.
     """
 
     heads: int

@@ -80,9 +80,12 @@ def together() -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=1)
-def _cpu_group(_: Any) -> Any:
-    """Beside the group of all processes, whose backend may be that of an accelerator."""
-    return dist.new_group(backend="gloo")
+def _cpu_group(everyone: Any) -> Any:
+    """A group of all processes that talks over the CPU: their own, or one beside it if that is of an accelerator.
+
+    A second group of gloo may abort the process as it exits (its threads still run), so there is none without need.
+    """
+    return everyone if "gloo" in dist.get_backend(everyone) else dist.new_group(backend="gloo")
 
 
 def each(items: Iterator[T]) -> Iterator[T]:
