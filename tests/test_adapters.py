@@ -107,6 +107,18 @@ def test_a_declared_module_runs_by_itself_under_compile():
     )
 
 
+def test_torchvisions_mlp_is_found_by_itself():
+    ops = pytest.importorskip("torchvision.ops")
+    model = spread(MyModel(lambda: ops.MLP(16, [64, 16], activation_layer=nn.GELU, inplace=None, dropout=0.0))).double()
+    y, wanted = grads(model, rows(2, 12))
+    plan = keepgrad.apply(model, keep_ratio=0.5)
+    assert [site.tier for site in plan.sites] == [2, 2]
+    assert all(site.saved <= 0.6 * site.plain for site in plan.sites)
+    found, kept = grads(model, rows(2, 12))
+    torch.testing.assert_close(found, y)
+    assert not torch.allclose(kept["mlps.0.0.weight"], wanted["mlps.0.0.weight"])
+
+
 class Mixing(MyMlp):
     def forward(self, x):
         return super().forward(x) + x.mean(1, keepdim=True)

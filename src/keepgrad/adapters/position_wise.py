@@ -22,13 +22,13 @@ from .modules import gate, side_by_side, steps_for, steps_of
 from .program import compile_branch
 from .registry import Adapter, RunBranch
 
-__all__ = ["MLPS", "MLPS_2D", "declared_adapter", "position_wise_adapter", "rows_of", "structure"]
+__all__ = ["MLPS", "declared_adapter", "position_wise_adapter", "rows_of", "structure"]
 
-MLPS: set[str] = {"torchvision.ops.misc.MLP"}
-"""Import paths of MLPs on rows `[batch, ..., channels]`, whose stages are in the table."""
+MLPS: set[str] = set()
+"""Import paths of MLPs whose stages are in the table, on rows or, if their layers are convolutions, on maps."""
 
-MLPS_2D: set[str] = set()
-"""The same for maps `[batch, channels, height, width]`."""
+SEQUENCES = {"torchvision.ops.misc.MLP"}
+"""MLPs that are a `Sequential`, whose forward they have: known by their own class."""
 
 SMALLEST = 8
 """Fewer channels than this are coordinates, not features."""
@@ -75,7 +75,7 @@ ON_ROWS, ON_MAPS = PositionWise(), PositionWise(first=True)
 def position_wise_adapter(module: nn.Module) -> Adapter | None:
     """The adapter for a position-wise MLP that stands by itself; None if the module is none."""
     path = path_of(module)
-    if path in MLPS:
+    if path in MLPS or f"{type(module).__module__}.{type(module).__qualname__}" in SEQUENCES:
         first = next((p for p in module.parameters() if p.dim() > 1), None)
         if first is None or first.shape[1] < SMALLEST:
             return None

@@ -24,6 +24,8 @@ T = TypeVar("T")
 # Seconds in which further signals count as the first one: a launcher passes on what its process group has had already.
 SAME = 5.0
 
+_held: list[Any] = []
+
 __all__ = ["each", "noted_signals", "together"]
 
 
@@ -71,12 +73,21 @@ def together() -> Iterator[None]:
     except KeepgradError as found:
         error = found
     own, count = dist.get_rank(), dist.get_world_size()
-    failed = torch.tensor(count if error is None else own)
-    dist.all_reduce(failed, dist.ReduceOp.MIN, group=_cpu_group(dist.group.WORLD))
-    if error is not None and int(failed) == own:
+    failed = _lowest(count if error is None else own)
+    if error is not None and failed == own:
         raise error
-    if int(failed) < count:
-        raise StoppedElsewhereError(f"process {int(failed)} stopped, and this one with it; see what that one says")
+    if failed < count:
+        raise StoppedElsewhereError(f"process {failed} stopped, and this one with it; see what that one says")
+
+
+def _lowest(value: int) -> int:
+    """The lowest value of all processes."""
+    found = torch.tensor(value)
+    work = dist.all_reduce(found, dist.ReduceOp.MIN, group=_cpu_group(dist.group.WORLD), async_op=True)
+    work.wait()
+    # Where a thread of gloo is the last to let go of the tensor while Python ends, the process aborts.
+    _held[:] = [work]
+    return int(found)
 
 
 @functools.lru_cache(maxsize=1)
