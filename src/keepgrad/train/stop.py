@@ -85,17 +85,14 @@ def _lowest(value: int) -> int:
     found = torch.tensor(value)
     work = dist.all_reduce(found, dist.ReduceOp.MIN, group=_cpu_group(dist.group.WORLD), async_op=True)
     work.wait()
-    # Where a thread of gloo is the last to let go of the tensor while Python ends, the process aborts.
+    # Held until the next one: a thread of gloo that is the last to let go of a tensor aborts a process that is ending.
     _held[:] = [work]
     return int(found)
 
 
 @functools.lru_cache(maxsize=1)
 def _cpu_group(everyone: Any) -> Any:
-    """A group of all processes that talks over the CPU: their own, or one beside it if that is of an accelerator.
-
-    A second group of gloo may abort the process as it exits (its threads still run), so there is none without need.
-    """
+    """A group of all processes that talks over the CPU: their own, or one beside it if that is of an accelerator."""
     return everyone if "gloo" in dist.get_backend(everyone) else dist.new_group(backend="gloo")
 
 
