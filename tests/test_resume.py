@@ -20,7 +20,7 @@ ARGS = (
     *("--warmup-epochs", "1", "--batch-size", "3", "--keep-ratio", "0.5", "--ema", "0.9", "--cpu", "--workers", "2"),
 )
 HAPPENS = """
-import multiprocessing, os, signal, sys
+import multiprocessing, os, subprocess, sys
 from keepgrad.cli import main
 from keepgrad.train import loop
 
@@ -29,13 +29,11 @@ step = loop.Trainer._step
 
 def watched(trainer, group):
     if trainer.state.step + 1 == number and trainer.accelerator.process_index == process:
-        if what == "group":
-            os.killpg(0, signal.SIGTERM)
-        elif what == "twice":
-            os.killpg(0, signal.SIGTERM)
-            os.killpg(0, signal.SIGTERM)
-        elif what == "worker":
+        if what == "worker":
             multiprocessing.active_children()[0].kill()
+        for _ in range({"once": 1, "twice": 2}.get(what, 0)):
+            # By another process: torch's loader processes look at who sends a signal.
+            subprocess.run(["sh", "-c", f"trap '' TERM; kill -TERM -{os.getpgrp()}"], check=True)
     return step(trainer, group)
 
 loop.Trainer._step = watched
@@ -123,7 +121,7 @@ def test_samples_of_a_step_over_other_numbers_of_processes():
 # Signals
 
 
-@pytest.mark.parametrize(("processes", "what"), [(1, "group"), (2, "twice")])
+@pytest.mark.parametrize(("processes", "what"), [(1, "once"), (2, "twice")])
 def test_a_signal_to_the_process_group_saves_the_state(folder, tmp_path, whole, processes, what):
     """Twice as from a launcher that passes on what its process group has had already."""
     steps = 28 // processes
@@ -203,7 +201,8 @@ def test_an_error_of_the_augmentation_names_the_image_and_saves_the_state(folder
 def test_a_recipe_runs(folder, tmp_path, recipe):
     model = "test_vit" if recipe.startswith("vit") else "test_convnext"
     args = ("--recipe", recipe, "--model", model, "--size", "32", "--batch-size", "14", "--global-batch", "14")
-    args = (*args, "--epochs", "2", "--amp", "bf16", "--cpu", "--workers", "0", "--data", str(folder))
+    # A seed with which posterize asks for no bits, once.
+    args = (*args, "--seed", "12", "--epochs", "2", "--amp", "bf16", "--cpu", "--workers", "0", "--data", str(folder))
     assert main(["train", *args, "--output", str(tmp_path / "run")]) == 0
     assert len(State.read(tmp_path / "run" / "state.pt").history) == 2
 

@@ -6,7 +6,7 @@ process stands in `with together():`, at whose end all of them learn of it and s
 
 from __future__ import annotations
 
-import functools
+import atexit
 import signal
 import threading
 import time
@@ -83,17 +83,33 @@ def together() -> Iterator[None]:
 def _lowest(value: int) -> int:
     """The lowest value of all processes."""
     found = torch.tensor(value)
-    work = dist.all_reduce(found, dist.ReduceOp.MIN, group=_cpu_group(dist.group.WORLD), async_op=True)
+    work = dist.all_reduce(found, dist.ReduceOp.MIN, group=_cpu_group(), async_op=True)
     work.wait()
     # Held until the next one: a thread of gloo that is the last to let go of a tensor aborts a process that is ending.
     _held[:] = [work]
     return int(found)
 
 
-@functools.lru_cache(maxsize=1)
-def _cpu_group(everyone: Any) -> Any:
-    """A group of all processes that talks over the CPU: their own, or one beside it if that is of an accelerator."""
-    return everyone if "gloo" in dist.get_backend(everyone) else dist.new_group(backend="gloo")
+_beside: list[Any] = []
+"""The group of `_cpu_group`, if there is one."""
+
+
+def _cpu_group() -> Any:
+    """A group of all processes that talks over the CPU: None, their own one, unless that is of an accelerator."""
+    if "gloo" in dist.get_backend():
+        return None
+    if not _beside:
+        _beside.append(dist.new_group(backend="gloo"))
+    return _beside[0]
+
+
+@atexit.register
+def _leave() -> None:
+    """End the groups before Python ends: a group that is still held then aborts the process."""
+    _beside.clear()
+    _held.clear()
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def each(items: Iterator[T]) -> Iterator[T]:
