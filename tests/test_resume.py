@@ -43,9 +43,18 @@ if __name__ == "__main__":
 
 
 def launched(processes, *args):
-    """The command in so many processes, in a process group of its own."""
+    """Python in so many processes, in a process group of its own."""
     start = (*TORCHRUN, str(processes)) if processes > 1 else (sys.executable,)
     return subprocess.run([*start, *args], capture_output=True, text=True, timeout=170, start_new_session=True)
+
+
+def completed(processes, *args):
+    """The command, which has to end well."""
+    if processes == 1:
+        assert main(args) == 0
+        return
+    done = launched(processes, "-m", "keepgrad", *args)
+    assert done.returncode == 0, done.stderr
 
 
 def happens(tmp_path, folder, processes, what, step, process=0):
@@ -56,8 +65,7 @@ def happens(tmp_path, folder, processes, what, step, process=0):
 
 
 def resumed(tmp_path, processes):
-    done = launched(processes, "-m", "keepgrad", "train", "--resume", "--output", str(tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
+    completed(processes, "train", "--resume", "--output", str(tmp_path / "run"))
     return weights(tmp_path / "run")
 
 
@@ -73,8 +81,7 @@ def whole(folder, tmp_path_factory):
     found = {}
     for processes in (1, 2):
         output = tmp_path_factory.mktemp("whole") / "run"
-        args = (*ARGS, "--data", str(folder), "--output", str(output))
-        assert (main(args) if processes == 1 else launched(processes, "-m", "keepgrad", *args).returncode) == 0
+        completed(processes, *ARGS, "--data", str(folder), "--output", str(output))
         found[processes] = weights(output)
     return found
 
@@ -94,14 +101,9 @@ def test_any_number_of_processes_goes_on_from_any_other(folder, tmp_path):
 
 
 def test_a_step_has_as_many_samples_as_before_on_any_number_of_processes(folder, tmp_path):
-    more = ("--data", str(folder), "--output", str(tmp_path / "run"), "--workers", "0")
-    done = launched(1, "-m", "keepgrad", *ARGS, *more, "--epochs", "1", "--batch-size", "6")
-    assert done.returncode == 0, done.stderr
-    for processes, epochs, batch in ((2, 2, 3), (1, 3, 6)):
-        args = (*ARGS, *more, "--epochs", str(epochs), "--batch-size", "6", "--resume")
-        done = launched(processes, "-m", "keepgrad", *args)
-        assert done.returncode == 0, done.stderr
-        assert "continuing" in done.stdout
+    more = ("--data", str(folder), "--output", str(tmp_path / "run"), "--workers", "0", "--batch-size", "6")
+    for epochs, (processes, batch) in enumerate([(1, 6), (2, 3), (1, 6)], start=1):
+        completed(processes, *ARGS, *more, "--resume", "--epochs", str(epochs))
         assert State.read(tmp_path / "run" / "state.pt").step == 7 * epochs
         assert f"batch_size: {batch}\n" in (tmp_path / "run" / "config.yaml").read_text()
 
@@ -203,7 +205,7 @@ def test_a_recipe_runs(folder, tmp_path, recipe):
     args = ("--recipe", recipe, "--model", model, "--size", "32", "--batch-size", "14", "--global-batch", "14")
     # A seed with which posterize asks for no bits, once.
     args = (*args, "--seed", "12", "--epochs", "2", "--amp", "bf16", "--cpu", "--workers", "0", "--data", str(folder))
-    assert main(["train", *args, "--output", str(tmp_path / "run")]) == 0
+    completed(1, "train", *args, "--output", str(tmp_path / "run"))
     assert len(State.read(tmp_path / "run" / "state.pt").history) == 2
 
 
