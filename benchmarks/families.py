@@ -28,12 +28,13 @@ from keepgrad.timing import seconds_in_turns
 MORE = (
     Example("Swin", "swin_small_patch4_window7_224"),
     Example("EVA-02", "eva02_base_patch14_224"),
+    Example("CLIP, vision", "transformers:CLIPVisionModel patch_size=16"),
 )
 DEFAULT = (
     "swin_small_patch4_window7_224",
     "eva02_small_patch14_224",
     "transformers:Dinov2Model",
-    "transformers:CLIPVisionModel",
+    "transformers:CLIPVisionModel patch_size=16",
 )
 METHODS: dict[str, dict[str, Any]] = {"default": {}, "0.5": {"keep_ratio": 0.5}, "small": {"preset": "small"}}
 

@@ -17,6 +17,16 @@ from keepgrad.sampling import Kept, Layout, sample
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# Small models of timm for images of 16 pixels: by name, what they are made with, and the classes of their sites.
+SMALL_MODELS = {
+    "vit_tiny_patch16_224": ({"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}, {"Block"}),
+    "swin_tiny_patch4_window7_224": (
+        {"patch_size": 2, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
+        {"SwinTransformerBlock", "WindowAttention"},
+    ),
+    "eva02_tiny_patch14_224": ({"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}, {"EvaBlock"}),
+}
+
 
 def vit(**kwargs):
     """A ViT of 2 blocks, 4x4 patches and a class token."""

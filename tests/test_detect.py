@@ -416,18 +416,23 @@ def keepgrad_detect(*args):
     return subprocess.run(args, capture_output=True, text=True, timeout=300)
 
 
-def test_the_command_trains_evaluates_and_draws(shapes, tmp_path):
+@pytest.mark.parametrize(
+    "backbone",
+    [
+        ("--backbone", "test_convnext"),
+        (
+            *("--backbone", "swin_tiny_patch4_window7_224"),
+            *("--backbone-kwargs", "embed_dim=16,depths=[2,1,1,1],num_heads=[2,2,2,4]"),
+        ),
+    ],
+    ids=lambda flags: flags[1],
+)
+def test_the_command_trains_evaluates_and_draws(shapes, tmp_path, backbone):
     args = (
-        "--data",
-        str(shapes),
-        "--output",
-        str(tmp_path / "run"),
-        "--detector",
-        "cascade_mask_rcnn",
-        "--keep-ratio",
-        "0.5",
+        *("--data", str(shapes), "--output", str(tmp_path / "run"), "--detector", "cascade_mask_rcnn"),
+        *("--keep-ratio", "0.5", *SMALL, *backbone),
     )
-    done = keepgrad_detect(*args, *SMALL, "--epochs", "1")
+    done = keepgrad_detect(*args, "--epochs", "1")
     assert done.returncode == 0, done.stderr
     assert "box_ap" in done.stdout
     results = json.loads((tmp_path / "run" / "predictions.json").read_text())
@@ -436,7 +441,7 @@ def test_the_command_trains_evaluates_and_draws(shapes, tmp_path):
     assert len(pictures) == 2
     with Image.open(pictures[0]) as picture:
         assert picture.size == (128, 128)
-    again = keepgrad_detect(*args, *SMALL, "--epochs", "2", "--resume")
+    again = keepgrad_detect(*args, "--epochs", "2", "--resume")
     assert again.returncode == 0, again.stderr
     assert "continuing" in again.stdout
     assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 3

@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from conftest import SMALL_MODELS
 
 import keepgrad
 from keepgrad.cli import main
@@ -419,18 +420,28 @@ def test_wrong_arguments_are_one_clear_line(args, words, capsys, tmp_path):
     assert said.count("\n") == 1
 
 
-def test_the_command_studies_weights_of_train(tmp_path, capsys):
-    train = ["train", "--data", str(_images(tmp_path)), "--model", "vit_tiny_patch16_224", "--output"]
-    kwargs = "img_size=16,patch_size=4,embed_dim=16,depth=2,num_heads=2"
+@pytest.mark.parametrize("model", SMALL_MODELS)
+def test_the_command_studies_weights_of_train(tmp_path, capsys, model):
+    train = ["train", "--data", str(_images(tmp_path)), "--model", model, "--keep-ratio", "0.5", "--output"]
+    kwargs = ",".join(f"{name}={value}" for name, value in SMALL_MODELS[model][0].items())
     more = ["--model-kwargs", kwargs, "--epochs", "1", "--batch-size", "4", "--workers", "0", "--size", "16"]
     assert main([*train, str(tmp_path / "run"), *more]) == 0
+    assert f"branches of {model}\n" in capsys.readouterr().out
     weights = tmp_path / "run" / "best.safetensors"
     quick = ["--batch-size", "4", "--batches", "1", "--draws", "1", "--rounds", "1", "--workers", "0"]
     data = ["--data", str(tmp_path / "images"), "--checkpoint", str(weights)]
     assert main(["study", *data, *quick, "--output", str(tmp_path / "study")]) == 0
-    assert "keepgrad.apply(model" in capsys.readouterr().out
+    assert re.search(r"recommended .* keepgrad\.apply\(model", capsys.readouterr().out)
     text = (tmp_path / "study" / "report.html").read_text()
-    assert "keepgrad study of vit_tiny_patch16_224" in text
+    assert f"keepgrad study of {model}" in text
+    assert not results_in(tmp_path / "study")["left_out"]
+
+
+def test_pictures_of_masks_show_the_whole_image_where_attention_is_in_windows():
+    kwargs = {**SMALL_MODELS["swin_tiny_patch4_window7_224"][0], "depths": [2], "num_heads": [2], "in_chans": 1}
+    settings = {"model": "swin_tiny_patch4_window7_224", "model_kwargs": kwargs, "size": 16}
+    _, masks = Subject(StudyConfig(**{**QUICK, **settings})).masks(0.5)
+    assert {layout.shape for layout, _ in masks.values()} == {(8, 8)}  # of windows of 4 x 4
 
 
 def _images(folder):

@@ -14,6 +14,7 @@ import pytest
 import timm
 import torch
 import yaml
+from conftest import SMALL_MODELS
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -157,8 +158,15 @@ def test_flags_override_the_file_and_the_file_the_recipe(tmp_path, folder):
 # A run
 
 
-def test_a_run_leaves_results_that_timm_reads(folder, tmp_path):
-    outcome = trainer(folder, tmp_path / "run", ema=0.9, keep_ratio=0.5).run()
+@pytest.mark.parametrize("model", SMALL_MODELS)
+def test_a_run_leaves_results_that_timm_reads(folder, tmp_path, model):
+    kwargs, classes = SMALL_MODELS[model]
+    settings = {"model": model, "model_kwargs": kwargs, "size": 16, "ema": 0.9, "keep_ratio": 0.5}
+    outcome = trainer(folder, tmp_path / "run", **settings).run()
+    sites = outcome.plan.sites
+    assert {type(outcome.model.get_submodule(site.name)).__name__ for site in sites} == classes
+    assert {(site.kind, site.tier, site.keep_ratio) for site in sites} == {("attention", 1, 0.5), ("mlp", 1, 0.5)}
+    assert not outcome.plan.skipped
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert names == {
         *("config.yaml", "metrics.csv", "events", "curves.png", "best.safetensors", "last.safetensors", "state.pt")
@@ -169,12 +177,12 @@ def test_a_run_leaves_results_that_timm_reads(folder, tmp_path):
     assert float(rows[-1]["top1"]) == outcome.history[-1]["top1"]
     assert float(rows[2]["train_loss"]) < float(rows[0]["train_loss"])
     assert 1e-6 < float(rows[2]["lr"]) < 1e-4
-    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"] == "test_vit"
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"] == model
     assert list((tmp_path / "run" / "events").iterdir())
     with Image.open(tmp_path / "run" / "curves.png") as picture:
         assert picture.width > 500
     plain = timm.create_model(
-        "test_vit", img_size=32, patch_size=8, num_classes=3, checkpoint_path=tmp_path / "run" / "best.safetensors"
+        model, img_size=16, num_classes=3, checkpoint_path=tmp_path / "run" / "best.safetensors", **kwargs
     )
     assert_equal_bits(dict(plain.state_dict()), weights(tmp_path / "run", "best"))
 

@@ -26,7 +26,8 @@ __all__ = ["EXAMPLES", "Example", "Row", "count_timm", "rows"]
 
 @dataclass(frozen=True)
 class Example:
-    """A family and a model of it: a name for `models.create`, or a class of transformers, built from its defaults.
+    """A family and a model of it: a name for `models.create`, or a class of transformers, built from its defaults and
+    the numbers given after its name (`patch_size=16`).
 
     `modules` are the files of timm whose architectures are of the family.
     """
@@ -48,8 +49,10 @@ class Example:
             if library == "transformers":
                 import transformers
 
+                name, *given = name.split()
                 kind = getattr(transformers, name)
-                return kind(kind.config_class()).train()
+                numbers = {key: int(value) for key, _, value in (one.partition("=") for one in given)}
+                return kind(kind.config_class(**numbers)).train()
         return models.create(self.model, device=device)
 
     def inputs(self, model: nn.Module) -> Any:

@@ -203,7 +203,8 @@ class Subject:
         found = {}
         for mask in MASKS:
             torch.manual_seed(self.config.seed)
-            apply(self.model, keep_ratio=ratio, mask=mask, reduce="drop")
+            # Without attention: in windows it has masks of one window, not of the image.
+            apply(self.model, keep_ratio=ratio, mask=mask, reduce="drop", attention="off")
             try:
                 self.model.train()
                 self.model(image)
