@@ -2,7 +2,7 @@
 
 - A module's hooks can only be seen in its private dictionaries; torch has no question for them.
 - `TorchDispatchMode` is how torch's own FLOP counter sees operations; it lives in a module with an underscore.
-- `FakeTensorMode` runs a model on tensors without data; torch.compile stands on it.
+- `FakeTensorMode` runs a model on tensors without data, `FakeTensor`s; torch.compile stands on it.
 - `Tensor.backward` puts modes that watch torch's functions out of force; the engine behind it does not.
 - Whether the autograd engine is at work can only be asked by the number of its current task.
 """
@@ -14,7 +14,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["TorchDispatchMode", "backward", "fake_tensors", "has_hooks", "in_backward", "tree_leaves", "tree_map_only"]
+__all__ = [
+    "TorchDispatchMode",
+    "backward",
+    "fake_tensors",
+    "has_hooks",
+    "in_backward",
+    "is_fake",
+    "is_real",
+    "tree_leaves",
+    "tree_map_only",
+]
 
 
 QUIET_HOOKS = {"transformers.utils.output_capturing"}
@@ -37,6 +47,16 @@ def fake_tensors() -> AbstractContextManager:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_real(tensor: torch.Tensor) -> bool:
+    """Whether this is a plain tensor, of no subclass such as those of sharded or quantised ones."""
+    return type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether this is a tensor without data, as `fake_tensors` makes them; asked without importing what makes them."""
+    return type(tensor).__name__ == "FakeTensor"
 
 
 def backward(loss: torch.Tensor) -> None:

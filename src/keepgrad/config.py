@@ -14,6 +14,7 @@ from typing import Any
 from .errors import ConfigError
 from .ops.attention import METHODS
 from .ops.chain import SAVES
+from .ops.store import STORES
 from .sampling import MASKS, REDUCTIONS
 from .schedule import SCHEDULES, Layers, Ratio, parse_layers
 
@@ -30,6 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "mlp": True,
     "downsample": False,
     "save": "heavy",
+    "store": "full",
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -60,6 +62,9 @@ class KeepConfig:
         mlp: whether MLP branches are reduced.
         downsample: whether downsampling layers between stages are reduced.
         save: "heavy" or "input", or one for each of `{"attention": ..., "mlp": ...}`.
+        store: how saved values wait for backward: "full", as they were computed, or "int8", in 8 bits; or one for
+            each of `{"attention": ..., "mlp": ...}`. One "int8" for all also packs what the rest of the model
+            saves, and works for models without any block that keepgrad knows.
         modules: `{"mlp": MyMlp}`: a class or modules of your own that work on each position alone, which become sites.
         seed: makes the masks a sequence of their own; None derives them from torch's random state.
 
@@ -77,6 +82,7 @@ class KeepConfig:
     mlp: bool | None = None
     downsample: bool | None = None
     save: str | Mapping[str, str] | None = None
+    store: str | Mapping[str, str] | None = None
     modules: Mapping[str, Any] | None = None
     seed: int | None = None
 
@@ -90,12 +96,12 @@ class KeepConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r}: give True or False")
-        if isinstance(self.save, Mapping):
-            _branches("save", self.save)
-            for value in self.save.values():
-                _one_of("save", value, SAVES)
-        else:
-            _one_of("save", self.save, SAVES)
+        for name, known in (("save", SAVES), ("store", STORES)):
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                _branches(name, value)
+            for one in value.values() if isinstance(value, Mapping) else [value]:
+                _one_of(name, one, known)
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise ConfigError(f"seed={self.seed!r}: give a whole number or None")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63 - 2**32:
@@ -123,7 +129,7 @@ class KeepConfig:
         given = {name: value for name, value in given.items() if value is not None}
         values = {**DEFAULTS, **(PRESETS[preset] if preset else {}), **given}
         values = {"seed": None, "modules": None, **values}
-        return Settings(preset=preset, given=frozenset(given), **values)
+        return Settings(preset=preset, chose_preset=self.preset is not None, given=frozenset(given), **values)
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,7 @@ class Settings:
     """A KeepConfig with every value filled in."""
 
     preset: str | None
+    chose_preset: bool
     given: frozenset[str]
     keep_ratio: Any
     mask: str
@@ -141,18 +148,35 @@ class Settings:
     mlp: bool
     downsample: bool
     save: str | Mapping[str, str]
+    store: str | Mapping[str, str]
     modules: Mapping[str, Any] | None
     seed: int | None
 
     def save_of(self, kind: str) -> str:
-        if isinstance(self.save, Mapping):
-            return self.save.get(branch_of(kind), "heavy")
-        return self.save
+        return _of_branch(self.save, kind, "heavy")
+
+    def store_of(self, kind: str) -> str:
+        return _of_branch(self.store, kind, "full")
+
+    @property
+    def packs_the_rest(self) -> bool:
+        """Whether what is saved outside of sites is packed too."""
+        return self.store == "int8"
+
+    @property
+    def reduces_nothing(self) -> bool:
+        """Whether packing is all that was asked for, which any model can have."""
+        asked = self.given - {"store", "seed"}
+        return self.packs_the_rest and not asked and (self.preset == "exact" or not self.chose_preset)
 
     def ratio_of(self, kind: str) -> Ratio:
         if isinstance(self.keep_ratio, Mapping):
             return self.keep_ratio.get(branch_of(kind), 1.0)
         return self.keep_ratio
+
+
+def _of_branch(value: str | Mapping[str, str], kind: str, otherwise: str) -> str:
+    return value.get(branch_of(kind), otherwise) if isinstance(value, Mapping) else value
 
 
 def branch_of(kind: str) -> str:

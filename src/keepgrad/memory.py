@@ -32,6 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from ._torch import backward, fake_tensors, tree_leaves, tree_map_only
 from .errors import ConfigError, InputError
 from .ledger import Ledger
+from .ops.outside import observers
 from .patch import draws_set_aside
 from .report import Report, Table, figures, readable_bytes
 
@@ -204,8 +205,12 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
             held.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        held.append(forward())
+    observers.append(pack)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            held.append(forward())
+    finally:
+        observers.remove(pack)
     return sum(storages.values())
 
 

@@ -19,7 +19,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._torch import has_hooks
+from ._torch import has_hooks, tree_leaves
 from .adapters import Block, Unsupported
 from .adapters.items import Attention, path_of
 from .adapters.position_wise import NotRows
@@ -35,6 +35,8 @@ from .adapters.program import Program
 from .adapters.registry import PATCHES
 from .config import KeepConfig
 from .errors import AlreadyAppliedError, MapTooSmallError, NotAppliedError
+from .ops.outside import Outside
+from .ops.store import SHIFTS, dither
 from .plan import Plan, Site, config_from, make_plan
 from .sampling import Kept, Layout, hashed, sample, slot_count
 
@@ -68,7 +70,7 @@ def apply(model: nn.Module, config: KeepConfig | None = None, **options: Any) ->
         )
     config = config_from(config, options)
     result, entries = make_plan(model, config)
-    shared = _Shared(config.seed)
+    shared = _Shared(config.seed, result.packs_the_rest)
     for block, sites in entries:
         block.module.forward = _BlockForward(block, sites, shared)
         shared.waiting[block.name] = None
@@ -186,13 +188,15 @@ class _Draw:
         self.step_seed = step_seed
         self.kept: dict[tuple[Any, ...], Kept | None] = {}
         self.heads: dict[tuple[int, int], Tensor] = {}
+        self.noise: dict[torch.device, Tensor] = {}
         self.seen: set[tuple[str, str]] = set()
 
 
 class _Shared:
     """What the patches of one model share: the draw of the current step, and whether `exact` is on."""
 
-    def __init__(self, seed: int | None) -> None:
+    def __init__(self, seed: int | None, packs_the_rest: bool) -> None:
+        self.packs_the_rest = packs_the_rest
         self.exact = False
         self.draw: _Draw | None = None
         self.in_root = False
@@ -227,9 +231,14 @@ class _Shared:
         key = (site.name, site.kind)
         draw = self.draw
         if draw is None or key in draw.seen:
-            draw = self.draw = _Draw(self._step_seed(device, again=draw is not None or not self.in_root))
+            draw = self._new_draw(device)
         draw.seen.add(key)
         return draw
+
+    def _new_draw(self, device: torch.device) -> _Draw:
+        again = self.draw is not None or not self.in_root
+        self.draw = _Draw(self._step_seed(device, again))
+        return self.draw
 
     def _step_seed(self, device: torch.device, again: bool) -> Tensor:
         if self.counter is not None:
@@ -246,9 +255,8 @@ class _Shared:
             seed = seed + self.redraws
         return seed.to(device)
 
-    def kept(self, site: Site, batch: int, layout: Layout, device: torch.device) -> Kept | None:
+    def kept(self, draw: _Draw, site: Site, batch: int, layout: Layout) -> Kept | None:
         """The slots of a site."""
-        draw = self.draw_for(site, device)
         key = (batch, layout, site.keep_ratio, site.mask, site.reduce)
         if key not in draw.kept:
             try:
@@ -257,13 +265,19 @@ class _Shared:
                 raise MapTooSmallError(f"{site.name} ({site.kind}): {error}") from None
         return draw.kept[key]
 
-    def heads(self, site: Site, heads: int, device: torch.device) -> Tensor:
+    def heads(self, draw: _Draw, site: Site, heads: int) -> Tensor:
         """The kept heads of a site, a random subset."""
-        draw = self.draw_for(site, device)
         key = (heads, slot_count(heads, site.keep_ratio))
         if key not in draw.heads:
             draw.heads[key] = hashed(draw.step_seed, 3, heads).argsort()[: key[1]]
         return draw.heads[key]
+
+    def noise(self, device: torch.device, draw: _Draw | None = None) -> Tensor:
+        """The random numbers to round with in this step."""
+        draw = draw or self.draw or self._new_draw(device)
+        if device not in draw.noise:
+            draw.noise[device] = dither(draw.step_seed.to(device))
+        return draw.noise[device]
 
 
 class _RootForward(_Patch):
@@ -271,14 +285,22 @@ class _RootForward(_Patch):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.shared.begin()
+        is_step = self.module.training and torch.is_grad_enabled() and not self.shared.exact
         finished = False
         try:
-            out = self.own(*args, **kwargs)
+            with self._rest(args, kwargs) if is_step else nullcontext():
+                out = self.own(*args, **kwargs)
             finished = True
             return out
         finally:
-            is_step = finished and self.module.training and torch.is_grad_enabled() and not self.shared.exact
-            self.shared.end(is_step)
+            self.shared.end(is_step and finished)
+
+    def _rest(self, args: Any, kwargs: Any) -> AbstractContextManager:
+        """Packs what is saved outside of sites. torch.compile saves there what it saves anyway."""
+        if not self.shared.packs_the_rest or torch.compiler.is_compiling():
+            return nullcontext()
+        given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        return Outside([*self.module.parameters(), *self.module.buffers(), *given], self.shared.noise)
 
 
 class _EmbedForward(_Patch):
@@ -361,19 +383,24 @@ class _BlockForward(_Patch):
         if site is None or not isinstance(program, Program):
             return self._call(kind, x, residual, options)
         branch = program.bind(**options)
-        kept = heads = None
+        kept = heads = noise = None
+        packs = site.store == "int8"
+        if site.keep_ratio < 1 or packs:
+            draw = self.shared.draw_for(site, x.device)
+        if packs:
+            noise = self.shared.noise(x.device, draw)[site.index * 67 % SHIFTS :]
         if site.keep_ratio < 1:
             if branch.attention is not None and site.method == "head":
-                heads = self.shared.heads(site, branch.attention.core.heads, x.device)
+                heads = self.shared.heads(draw, site, branch.attention.core.heads)
             else:
                 layout = self._layout(x.shape[1], shape or program.layout, site.cell)
                 try:
-                    kept = self.shared.kept(site, x.shape[0], layout, x.device)
+                    kept = self.shared.kept(draw, site, x.shape[0], layout)
                 except MapTooSmallError:
                     if site.tier == 1:
                         raise
                     raise NotRows from None
-        return branch.run(x, kept, site.save, residual, site.method, heads)
+        return branch.run(x, kept, site.save, residual, site.method, heads, noise)
 
     def _call(self, kind: str, x: Tensor, residual: Tensor | None, options: dict[str, Any]) -> Tensor:
         """The branch by its own modules, one after the other."""

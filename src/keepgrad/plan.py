@@ -25,7 +25,7 @@ class Site:
 
     `tier` is 1 for a whole branch of a known block, 2 for an MLP inside of a block that is not known. `plain` is how
     many values for each position full backprop saves in this branch, `saved` how many keepgrad saves, with nothing
-    frozen.
+    frozen; a value that is stored in 8 bits counts as a quarter of one in float32.
     `cell` is the side of the squares of positions that are kept or dropped together, in a model of several resolutions.
     """
 
@@ -38,6 +38,7 @@ class Site:
     reduce: str
     method: str
     save: str
+    store: str
     cell: int
     plain: float
     saved: float
@@ -45,11 +46,15 @@ class Site:
 
 @dataclass(frozen=True)
 class Plan:
-    """All sites of a model with their settings. `print(plan)` shows it; `to_dict` and `to_json` are for machines."""
+    """All sites of a model with their settings. `print(plan)` shows it; `to_dict` and `to_json` are for machines.
+
+    `packs_the_rest` says that what the model saves outside of sites is stored in 8 bits too.
+    """
 
     model: str
     preset: str | None
     sites: tuple[Site, ...]
+    packs_the_rest: bool = False
     skipped: tuple[tuple[str, str], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,16 +65,19 @@ class Plan:
 
     def __str__(self) -> str:
         head = f"keepgrad plan for {self.model}" + (f", preset {self.preset!r}" if self.preset else "")
-        rows = [("site", "branch", "tier", "keep", "mask", "reduce", "attention", "save", "saved")]
+        rest = ["the rest of the model: nothing reduced, saved values stored in 8 bits"] if self.packs_the_rest else []
+        if not self.sites:
+            return "\n".join([f"keepgrad plan for {self.model}", *rest])
+        rows = [("site", "branch", "tier", "keep", "mask", "reduce", "attention", "save", "store", "saved")]
         for site in self.sites:
             share = f"{site.saved / site.plain:.2f}x" if site.plain else "-"
             ratio = f"{site.keep_ratio:.4g}"
             what = (site.name, site.kind, str(site.tier))
-            rows.append((*what, ratio, site.mask, site.reduce, site.method or "-", site.save, share))
+            rows.append((*what, ratio, site.mask, site.reduce, site.method or "-", site.save, site.store, share))
         plain, saved = sum(s.plain for s in self.sites), sum(s.saved for s in self.sites)
         foot = f"{len(self.sites)} sites; saved in these branches: {saved / plain:.2f}x"
         left = [f"left alone: {name}: {reason}" for name, reason in self.skipped]
-        return "\n".join([head, *aligned(rows), foot, *left])
+        return "\n".join([head, *aligned(rows), foot, *rest, *left])
 
 
 def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Block, list[Site]]]]:
@@ -83,10 +91,13 @@ def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Bl
     found = find_blocks(model, settings.modules)
     kinds = {kind for block in found for kind in block.kinds}
     _check_declared(settings, found, type(model).__name__)
+    if not found and settings.reduces_nothing:
+        return Plan(type(model).__name__, None, (), True), []
     if not found:
         raise NoSiteError(
             f"{type(model).__name__} has no block that keepgrad knows. "
-            "`keepgrad models` lists those it knows. Declare a position-wise class of your own with "
+            "`keepgrad models` lists those it knows; store='int8' alone, which reduces nothing, saves memory in any "
+            "model. Declare a position-wise class of your own with "
             "modules={'mlp': MyMlp}, or a whole block with @keepgrad.adapts"
         )
     _check_used(settings, kinds, type(model).__name__)
@@ -115,7 +126,8 @@ def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Bl
         name, reason = skipped[0]
         raise NoSiteError(f"no branch of {type(model).__name__} can be reduced. {name}: {reason}")
     sites = [site for _, group in entries for site in group]
-    return Plan(type(model).__name__, settings.preset, tuple(sites), tuple(skipped)), entries
+    name, rest = type(model).__name__, settings.packs_the_rest
+    return Plan(name, settings.preset, tuple(sites), rest, tuple(skipped)), entries
 
 
 def _check_declared(settings: Settings, found: list[Block], model: str) -> None:
@@ -140,7 +152,7 @@ def _check_used(settings: Settings, kinds: set[str], model: str) -> None:
         "downsample": "downsample" in settings.given and settings.downsample,
     }
     switches = _switches(settings)
-    for option in ("keep_ratio", "save"):
+    for option in ("keep_ratio", "save", "store"):
         value = getattr(settings, option)
         if option in settings.given and isinstance(value, Mapping):
             asked["attention"] |= "attention" in value
@@ -191,7 +203,7 @@ def _site(block: Block, kind: str, ratio: float, settings: Settings, cell: int) 
     program = block.programs[kind]
     if isinstance(program, Unsupported):
         raise program
-    method, save = "", settings.save_of(kind)
+    method, save, store = "", settings.save_of(kind), settings.store_of(kind)
     reduce = settings.reduce
     if program.has_attention:
         method = settings.attention
@@ -200,9 +212,10 @@ def _site(block: Block, kind: str, ratio: float, settings: Settings, cell: int) 
             reduce = "drop"
     if program.layout is not None:
         cell = 1  # masks of windows do not nest with those of other stages
-    plain, saved = saving(program, ratio, reduce, method, save)
+    plain, saved = saving(program, ratio, reduce, method, save, store)
     tier = block.adapter.tier
-    return Site(block.name, kind, block.index, tier, ratio, settings.mask, reduce, method, save, cell, plain, saved)
+    how = (ratio, settings.mask, reduce, method, save, store)
+    return Site(block.name, kind, block.index, tier, *how, cell, plain, saved)
 
 
 def config_from(config: KeepConfig | None, options: dict[str, Any]) -> KeepConfig:

@@ -255,8 +255,16 @@ def _select(rows: Tensor, index: Tensor, count: int) -> Tensor:
 
 def hashed(seed: Tensor, salt: int, count: int) -> Tensor:
     """`count` hashed numbers in [0, 2**62), each a function of `seed`, `salt` and its index alone."""
-    index = torch.arange(count, device=seed.device) + (salt << 32)
-    return _mix(_mix(seed + index * -7046029254386353131)) & (2**62 - 1)
+    start = _wrapped((salt << 32) * _STRIDE)  # torch.compile works with whole numbers of any size, which do not wrap
+    return _mix(_mix(seed + start + torch.arange(count, device=seed.device) * _STRIDE)) & (2**62 - 1)
+
+
+_STRIDE = -7046029254386353131
+
+
+def _wrapped(number: int) -> int:
+    """A whole number as 64 bits hold it."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def _mix(bits: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .adapters.program import Program
 from .ops.branch import Branch
+from .ops.store import dither
 from .sampling import Layout, sample, slot_count
 
 __all__ = ["saving"]
@@ -18,9 +19,10 @@ POSITIONS = (16, 16)
 """The map on which a branch is counted, where its attention does not have one of its own."""
 
 
-def saving(program: Program, keep_ratio: float, reduce: str, method: str, save: str) -> tuple[float, float]:
+def saving(program: Program, keep_ratio: float, reduce: str, method: str, save: str, store: str) -> tuple[float, float]:
     """How many values for each position plain autograd and keepgrad save for a branch, with nothing frozen.
 
+    Bytes are counted as values of the branch's own type, so four packed values of a float32 model count as one.
     Where the branch has more to say, such as a mask that is given to each call, it is not counted.
     """
     branch = program.bind().on_meta()
@@ -29,14 +31,16 @@ def saving(program: Program, keep_ratio: float, reduce: str, method: str, save: 
     dtype = next((t.dtype for t in _tensors(branch)), torch.float32)
     x = torch.empty(1, math.prod(shape), program.width or 1, dtype=dtype, device="meta", requires_grad=True)
     kept = heads = None
+    seed = torch.empty((), dtype=torch.int64, device="meta")
+    noise = dither(seed) if store == "int8" else None
     if keep_ratio < 1 and attention is not None and method == "head":
         heads = torch.empty(slot_count(attention.core.heads, keep_ratio), dtype=torch.int64, device="meta")
     elif keep_ratio < 1:
-        seed = torch.empty((), dtype=torch.int64, device="meta")
         kept = sample(seed, 1, Layout(shape), max(keep_ratio, 1 / math.prod(shape)), "random", reduce)
-    plain = _saved_values(lambda: branch.plain(x), branch)
-    ours = _saved_values(lambda: branch.run(x, kept, save, None, method, heads), branch)
-    return plain / x.shape[1], ours / x.shape[1]
+    plain = _saved_bytes(lambda: branch.plain(x), branch)
+    ours = _saved_bytes(lambda: branch.run(x, kept, save, None, method, heads, noise), branch)
+    unit = x.shape[1] * x.element_size()
+    return plain / unit, ours / unit
 
 
 def _tensors(branch: Branch) -> list[Tensor]:
@@ -47,17 +51,17 @@ def _tensors(branch: Branch) -> list[Tensor]:
     return tensors
 
 
-def _saved_values(run: Callable[[], object], branch: Branch) -> int:
-    """How many floating-point numbers autograd holds after `run`, without the branch's own tensors."""
+def _saved_bytes(run: Callable[[], object], branch: Branch) -> int:
+    """The bytes of values that autograd holds after `run`, without the branch's own tensors and indices."""
     own = {t.untyped_storage() for t in _tensors(branch)}
-    found: dict[torch.UntypedStorage, Tensor] = {}
+    found: set[torch.UntypedStorage] = set()
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            found[tensor.untyped_storage()] = tensor
+        if tensor.is_floating_point() or tensor.dtype == torch.uint8:
+            found.add(tensor.untyped_storage())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = run()
     del result
-    return sum(storage.nbytes() // t.element_size() for storage, t in found.items() if storage not in own)
+    return sum(storage.nbytes() for storage in found - own)

@@ -143,7 +143,7 @@ def gate(act: nn.Module, act_first: bool) -> Step:
         a, b = x.chunk(2, dim=-1)
         return activate(a) * b if act_first else a * activate(b)
 
-    return Step(Pointwise(fn))
+    return Step(Pointwise(fn, stage.reads_signs))
 
 
 def side_by_side(*layers: nn.Module) -> Step:
@@ -163,7 +163,7 @@ def rows_of_map(module: nn.Module) -> Step:
     def on_rows(x: Tensor, *tensors: Tensor) -> Tensor:
         return fn(x.transpose(1, 2).unsqueeze(-1), *tensors).squeeze(-1).transpose(1, 2)
 
-    return Step(Pointwise(on_rows), refs)
+    return Step(Pointwise(on_rows, stage.reads_signs), refs)
 
 
 def global_response_norm(module: Any) -> Step:
@@ -172,6 +172,8 @@ def global_response_norm(module: Any) -> Step:
 
 
 RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
+SMOOTH = (nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Softplus, nn.Tanh)
+"""Activations whose derivative does not jump at zero."""
 OVER_POSITIONS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, nn.MultiheadAttention),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -203,7 +205,7 @@ def opaque(module: nn.Module) -> Step:
     _refuse(module)
     named = dict(module.named_parameters())
     if not named:  # it is no site
-        return Step(Pointwise(module.forward))
+        return Step(Pointwise(module.forward, reads_signs=not isinstance(module, SMOOTH)))
     names = tuple(named)
 
     def fn(x: Tensor, *tensors: Tensor) -> Tensor:
@@ -220,7 +222,7 @@ def opaque(module: nn.Module) -> Step:
     refs = tuple(partial(_parameter, module, name) for name in names)
     if all(t.dim() < 2 for t in named.values()):
         return Step(Pointwise(fn), refs)
-    return Step(Opaque(fn, getattr(module, "out_features", None)), refs)
+    return Step(Opaque(fn, out_features=getattr(module, "out_features", None)), refs)
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor:

@@ -225,6 +225,7 @@ class SelfAttention(Stage):
     heavy = True
     casts = True
     makes_new = True
+    redoes_output = True
 
     @property
     def reads_all(self) -> bool:  # type: ignore[override]

@@ -1,9 +1,10 @@
 """A branch of a block: stages in a row, at most one of which is attention.
 
-Attention is one chain with everything around it where its backward is reduced or redone. Where it is neither (every
-position kept and save="heavy") or cannot be (dropout of the attention matrix, a projection that is no plain linear
-layer), the attention itself is left to autograd and its fused kernel, and the chains before and after it run in the
-engine.
+Attention is one chain with everything around it where its backward is reduced or redone. It is redone with
+save="input", and where values are stored in 8 bits: its backward is never taken at values that do not belong together.
+Where it is neither (every position kept and save="heavy") or cannot be (dropout of the attention matrix, a projection
+that is no plain linear layer), the attention itself is left to autograd and its fused kernel, and the chains before and
+after it run in the engine.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class BoundAttention:
         inner = stage.stages if isinstance(stage, Parallel) else (stage,)
         return all(isinstance(one, Linear) for one in inner)
 
-    def is_whole(self, reduced: bool, method: str, save: str) -> bool:
+    def is_whole(self, reduced: bool, method: str, save: str, packs: bool) -> bool:
         """Whether the attention itself is left to autograd."""
-        if self.dropout > 0 or (not reduced and save == "heavy"):
+        if self.dropout > 0 or (not reduced and save == "heavy" and not packs):
             return True
         if not isinstance(self.projection[0], (Linear, Parallel)):
             return True
@@ -76,17 +77,18 @@ class Branch:
         residual: Tensor | None = None,
         method: str = "qkv",
         heads: Tensor | None = None,
+        noise: Tensor | None = None,
     ) -> Tensor:
-        """All positions forward, the kept slots or heads backward; the residual is added."""
+        """All positions forward, the kept slots or heads backward; the residual is added. `noise` is that of `run`."""
         attention = self.attention
         if attention is None:
-            return run(self.before, x, kept, save, residual)
+            return run(self.before, x, kept, save, residual, noise)
         reduced = kept is not None or heads is not None
-        if attention.is_whole(reduced, method, save):
-            out = attention.attend(run([*self.before, attention.projection], x, kept, save))
-            return run(self.after, out, kept, save, residual)
+        if attention.is_whole(reduced, method, save, noise is not None):
+            out = attention.attend(run([*self.before, attention.projection], x, kept, save, None, noise))
+            return run(self.after, out, kept, save, residual, noise)
         link = attention.link(method if reduced else "qkv", heads)
-        return run([*self.before, link, *self.after], x, kept, save, residual)
+        return run([*self.before, link, *self.after], x, kept, save, residual, noise)
 
     def plain(self, x: Tensor) -> Tensor:
         """The branch under ordinary autograd."""

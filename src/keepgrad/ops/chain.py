@@ -6,13 +6,15 @@ the output gradient to slots once, walks the chain on slots alone, and gives the
 What is saved depends on the policy:
 - `heavy`: the input of the chain and the outputs of heavy stages; cheap stages are redone.
 - `input`: the input of the chain, and what cannot be redone from it (the output of reduced attention, noise).
-A value is saved only where the backward of some stage reads it: with frozen weights most are not.
+A value is saved only where the backward of some stage reads it: with frozen weights most are not. Where `noise` is
+given, values are packed into 8 bits when they are saved, and unpacked one by one in backward.
 
 Backward is the backward of the same chain on the slots, in which each saved value takes the place of the redone one.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,16 +25,34 @@ from torch.autograd.function import once_differentiable
 
 from ..sampling import Kept
 from .stages import Link, Noise, Point, Pull, Stage, Tensors, autocast_dtype, cast
+from .store import Packed, pack, packs, unpack
 
-__all__ = ["SAVES", "run", "run_stages"]
+__all__ = ["SAVES", "engine", "run", "run_stages"]
 
 SAVES = ("heavy", "input")
 PIECE_BYTES = 2**24
 """About the largest temporary of a forward pass on the CPU that would otherwise have twice as much, or more."""
 _KEPT_TENSORS = 5
+Saved = Tensor | Packed | None
 
 
-def run(links: Sequence[Link], x: Tensor, kept: Kept | None, save: str, residual: Tensor | None = None) -> Tensor:
+class _Engine(threading.local):
+    """`saves` is True while autograd saves what a chain asks it to, which is packed already where it is to be."""
+
+    saves = False
+
+
+engine = _Engine()
+
+
+def run(
+    links: Sequence[Link],
+    x: Tensor,
+    kept: Kept | None,
+    save: str,
+    residual: Tensor | None = None,
+    noise: Tensor | None = None,
+) -> Tensor:
     """Run a chain on `x`, all positions forward and the kept slots backward.
 
     Args:
@@ -41,6 +61,7 @@ def run(links: Sequence[Link], x: Tensor, kept: Kept | None, save: str, residual
         kept: the slots of the backward pass; None keeps every position.
         save: one of `SAVES`.
         residual: what to add to the output, `x` itself or another tensor.
+        noise: random numbers to round with, where what is saved is stored in 8 bits (see `store`).
 
     Returns:
         The output of the chain, plus the residual.
@@ -62,7 +83,14 @@ def run(links: Sequence[Link], x: Tensor, kept: Kept | None, save: str, residual
     )
     kept_tensors = (None,) * _KEPT_TENSORS if kept is None else kept.tensors
     flat = [t for group in tensors for t in group]
-    return _Chain.apply(spec, x, None if residual is x else residual, *kept_tensors, *flat)
+    arguments = (spec, x, None if residual is x else residual, noise, *kept_tensors, *flat)
+    if noise is None or torch.compiler.is_compiling():
+        return _Chain.apply(*arguments)
+    engine.saves = True
+    try:
+        return _Chain.apply(*arguments)
+    finally:
+        engine.saves = False
 
 
 def run_stages(links: Sequence[Link], x: Tensor) -> Tensor:
@@ -98,7 +126,8 @@ class _Spec:
         for i in reversed(range(len(self.stages))):
             stage = self.stages[i]
             redoable = stage.redoable(self.frame is not None)
-            found[i + 1] = needed and ((stage.heavy and self.save == "heavy") or not redoable)
+            wanted = stage.heavy and self.save == "heavy" and not stage.redoes_output
+            found[i + 1] = needed and (wanted or not redoable)
             reads = i >= self.first and stage.needs_input(self.needs[i], self.save == "input")
             needed = reads or (needed and not found[i + 1])
         found[0] = needed
@@ -127,17 +156,20 @@ class _Spec:
 
 class _Chain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, spec: _Spec, x: Tensor, residual: Tensor | None, *rest: Tensor) -> Tensor:
+    def forward(ctx, spec: _Spec, x: Tensor, residual: Tensor | None, noise: Tensor | None, *rest: Tensor) -> Tensor:
         kept_tensors, flat = rest[:_KEPT_TENSORS], rest[_KEPT_TENSORS:]
         kept = None if spec.frame is None else Kept(*spec.frame, *kept_tensors)
         tensors = spec.groups(flat)
         with spec.context(x.device):
-            out, values, extras = _in_pieces(spec, x, tensors, kept) or _walk(spec, 0, len(tensors), x, tensors, kept)
+            walked = _in_pieces(spec, x, tensors, kept, noise)
+            out, values, extras = walked or _walk(spec, 0, len(tensors), x, tensors, kept, noise)
         ctx.spec = spec
         ctx.extra_counts = tuple(map(len, extras))
         ctx.branch_dtype = out.dtype
         ctx.input_dtype = x.dtype
-        ctx.save_for_backward(*kept_tensors, *values, *(t for group in extras for t in group), *flat)
+        saved = [*values, *(one for group in extras for one in group)]
+        ctx.forms = tuple(one[1:] if isinstance(one, Packed) else None for one in saved)
+        ctx.save_for_backward(*kept_tensors, *(one[0] if isinstance(one, Packed) else one for one in saved), *flat)
         if spec.adds_input:
             residual = x
         if residual is None:
@@ -151,14 +183,12 @@ class _Chain(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         spec: _Spec = ctx.spec
         count = len(spec.stages)
-        saved = list(ctx.saved_tensors)
-        kept_tensors, saved = saved[:_KEPT_TENSORS], saved[_KEPT_TENSORS:]
-        values, saved = saved[: count + 1], saved[count + 1 :]
-        extras: list[Tensors] = []
-        for n in ctx.extra_counts:
-            extras.append(tuple(saved[:n]))
-            saved = saved[n:]
-        tensors = spec.groups(saved)
+        given = iter(ctx.saved_tensors)
+        kept_tensors = [next(given) for _ in range(_KEPT_TENSORS)]
+        saved = iter([next(given) if form is None else Packed(next(given), *form) for form in ctx.forms])
+        values: list[Saved] = [next(saved) for _ in range(count + 1)]
+        extras: list[tuple[Saved, ...]] = [tuple(next(saved) for _ in range(n)) for n in ctx.extra_counts]
+        tensors = spec.groups(list(given))
         kept = None if spec.frame is None else Kept(*spec.frame, *kept_tensors)
 
         last = spec.kept_at(count, kept)
@@ -186,18 +216,34 @@ class _Chain(torch.autograd.Function):
             dx = _give_back(grad, spec.kept_at(0, kept), onto)
         d_residual = dy if ctx.needs_input_grad[2] else None
         flat = [g for group in found for g in group]
-        return (None, dx, d_residual, *(None,) * _KEPT_TENSORS, *flat)
+        return (None, dx, d_residual, None, *(None,) * _KEPT_TENSORS, *flat)
 
 
-Walked = tuple[Tensor, list[Tensor | None], list[Tensors]]
+Walked = tuple[Tensor, list[Saved], list[tuple[Saved, ...]]]
 """An output, the saved values before each stage and after the last one, and the extras of each stage."""
 
 
-def _walk(spec: _Spec, start: int, end: int, x: Tensor, tensors: list[Tensors], kept: Kept | None) -> Walked:
+def _walk(
+    spec: _Spec,
+    start: int,
+    end: int,
+    x: Tensor,
+    tensors: list[Tensors],
+    kept: Kept | None,
+    noise: Tensor | None,
+) -> Walked:
     """Stages `start` to `end` on all rows."""
     saves = spec.saves()
-    values = [_slots(x, spec.kept_at(start, kept)) if saves[start] else None]
-    extras: list[Tensors] = []
+
+    def value(rows: Tensor, i: int) -> Saved:
+        """The slots of the value before stage `i`, as they are saved."""
+        if not saves[i]:
+            return None
+        signs = i < len(spec.stages) and spec.stages[i].reads_signs
+        return _stored(_slots(rows, spec.kept_at(i, kept)), noise, i, signs)
+
+    values = [value(x, start)]
+    extras: list[tuple[Saved, ...]] = []
     extra: Tensors
     out = x
     for i in range(start, end):
@@ -207,12 +253,18 @@ def _walk(spec: _Spec, start: int, end: int, x: Tensor, tensors: list[Tensors], 
             out, extra = stage.overwrite(out), ()
         else:
             out, extra = stage.forward(out, tensors[i], kept, spec.keeps_extras(i))
-        extras.append(extra)
-        values.append(_slots(out, spec.kept_at(i + 1, kept)) if saves[i + 1] else None)
+        extras.append(extra if stage.exact_extras else tuple(_stored(one, noise, i + 7) for one in extra))
+        values.append(value(out, i + 1))
     return out, values, extras
 
 
-def _in_pieces(spec: _Spec, x: Tensor, tensors: list[Tensors], kept: Kept | None) -> Walked | None:
+def _stored(rows: Tensor, noise: Tensor | None, number: int, keeps_signs: bool = False) -> Saved:
+    return rows if noise is None or not packs(rows) else pack(rows, noise, number, keeps_signs)
+
+
+def _in_pieces(
+    spec: _Spec, x: Tensor, tensors: list[Tensors], kept: Kept | None, noise: Tensor | None
+) -> Walked | None:
     """The same for some samples at a time, on the CPU; None where that gains nothing.
 
     A temporary of tens of megabytes leaves the processor's cache, and the allocator returns it to the system, which
@@ -236,16 +288,23 @@ def _in_pieces(spec: _Spec, x: Tensor, tensors: list[Tensors], kept: Kept | None
     whole: list[Tensor] = []
     for start in range(0, x.shape[0], count):
         rows = x[start : start + count]
-        out, values, extras = _walk(spec, 0, end, rows, tensors, kept.of_first(len(rows)))
-        parts = [out, *(v for v in values if v is not None), *(t for group in extras for t in group)]
+        out, values, extras = _walk(spec, 0, end, rows, tensors, kept.of_first(len(rows)), noise)
+        saved = [one for one in (*values, *(one for group in extras for one in group)) if one is not None]
+        parts = [out, *(one[0] if isinstance(one, Packed) else one for one in saved)]
         whole = whole or [part.new_empty(x.shape[0], *part.shape[1:]) for part in parts]
         for all_samples, part in zip(whole, parts, strict=True):
             all_samples[start : start + count] = part
     rest = iter(whole)
+
+    def of_all(one: Saved) -> Saved:
+        if one is None:
+            return None
+        return Packed(next(rest), *one[1:]) if isinstance(one, Packed) else next(rest)
+
     out = next(rest)
-    values = [None if value is None else next(rest) for value in values]
-    extras = [tuple(next(rest) for _ in group) for group in extras]
-    out, more_values, more_extras = _walk(spec, end, len(spec.stages), out, tensors, kept)
+    values = [of_all(value) for value in values]
+    extras = [tuple(of_all(one) for one in group) for group in extras]
+    out, more_values, more_extras = _walk(spec, end, len(spec.stages), out, tensors, kept, noise)
     return out, [*values, *more_values[1:]], [*extras, *more_extras]
 
 
@@ -263,9 +322,9 @@ def _redo(
     spec: _Spec,
     start: int,
     end: int,
-    value: Tensor | None,
+    saved: Saved,
     tensors: list[Tensors],
-    extras: list[Tensors],
+    extras: list[tuple[Saved, ...]],
     kept: Kept | None,
 ) -> dict[int, Pull]:
     """Redo stages `start` to `end` from the saved value before them; the pull-back of each."""
@@ -274,13 +333,19 @@ def _redo(
         reads = i >= spec.first and spec.stages[i].needs_input(spec.needs[i], spec.save == "input")
         needed[i] = reads or needed[i + 1]
     pulls = {}
+    value = _unstored(saved)
     for i in range(start, end):
         if i < spec.first and not needed[i + 1]:
             continue
         need_input = i > spec.first or spec.input_needs
-        at = Point(value, tensors[i], spec.needs[i], extras[i], kept, needed[i + 1], need_input)
+        extra = tuple(one for one in map(_unstored, extras[i]) if one is not None)
+        at = Point(value, tensors[i], spec.needs[i], extra, kept, needed[i + 1], need_input)
         value, pulls[i] = spec.stages[i].vjp(at)
         if value is not None and spec.autocast is not None and i + 1 < end and spec.stages[i + 1].casts:
             # What is held until the next stage's turn is what it reads.
             value = cast(value, spec.autocast)
     return pulls
+
+
+def _unstored(saved: Saved) -> Tensor | None:
+    return unpack(saved) if isinstance(saved, Packed) else saved

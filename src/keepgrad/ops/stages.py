@@ -83,6 +83,12 @@ class Stage:
     """Whether its output and its input gradient are surely new tensors, which the next stage may overwrite."""
     casts = False
     """Whether autocast has it read its input in lower precision."""
+    redoes_output = False
+    """Whether `vjp` makes the output slots in any case."""
+    reads_signs = False
+    """Whether its derivative jumps at zero, as that of a ReLU."""
+    exact_extras = False
+    """Whether what it saves besides its output must not be rounded."""
     overwrites = False
     """Whether `overwrite` may take the place of `forward`, and whether `vjp` overwrites the gradient it is given."""
 
@@ -116,6 +122,7 @@ class Pointwise(Stage):
     """A cheap function of each row: a norm, an activation, a gate."""
 
     fn: Callable[..., Tensor]
+    reads_signs: bool = False
 
     def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
         return self.fn(x, *tensors), ()
@@ -341,6 +348,7 @@ class GlobalResponseNorm(Stage):
 
     eps: float
     makes_new = True
+    exact_extras = True
 
     def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
         weight, bias = tensors
@@ -448,7 +456,7 @@ def layer_norm(shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | Non
     fn = _Norm(F.layer_norm, shape, eps)
     if weight is None or bias is None:
         return pointwise(fn, weight, bias)
-    return LayerNorm(fn, shape, eps), (weight, bias)
+    return LayerNorm(fn, shape=shape, eps=eps), (weight, bias)
 
 
 def rms_norm(shape: tuple[int, ...], weight: Tensor | None, eps: float | None) -> Link:
@@ -468,7 +476,7 @@ class _Norm:
 
 def gelu(approximate: str) -> Link:
     """A `Gelu` stage."""
-    return Gelu(partial(F.gelu, approximate=approximate), approximate), ()
+    return Gelu(partial(F.gelu, approximate=approximate), approximate=approximate), ()
 
 
 def noise(module: Callable[[Tensor], Tensor], per_sample: bool = False) -> Link:

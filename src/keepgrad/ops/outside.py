@@ -1,0 +1,184 @@
+"""What autograd saves outside of sites, in 8 bits.
+
+`Outside` is a context for a forward pass. Each floating-point tensor that an operation saves in it is packed by a
+saved-tensor hook, once, however many operations read it: views of the same values share what is packed, and nothing
+here holds the tensor itself. Left as they are: parameters, buffers and what the model was given; tensors in the shape
+of a parameter (weights that were cast, gathered or computed); integers and masks; small tensors; what the engine
+saves for a site, which it packs by itself; and what the functions of `LEFT_ALONE` save.
+
+A hook does not see for which operation it packs, so a function mode notes it. Fused attention saves q, k, v, its output
+and the logarithm of its sums, which must belong together: here only q, k and v are saved, and it is redone from them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from .._torch import is_fake, is_real
+from .chain import engine
+from .stages import autocast_dtype, partial_vjp
+from .store import GROUP, TYPES, Packed, pack, packs, unpack
+
+__all__ = ["Outside", "observers"]
+
+LEAST = 2**12
+"""A tensor with fewer values is left as it is."""
+LEFT_ALONE = {
+    F.scaled_dot_product_attention,
+    F.cross_entropy,
+    F.nll_loss,
+    F.log_softmax,
+    torch.log_softmax,
+    Tensor.log_softmax,
+}
+READS_SIGNS = {
+    *(F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.leaky_relu, F.leaky_relu_, F.prelu, torch.prelu),
+    *(F.relu6, F.hardtanh, F.hardtanh_, F.threshold, F.threshold_, F.rrelu),
+}
+
+observers: list[Callable[[Tensor], object]] = []
+"""Functions that are told every tensor that is held for backward here: other saved-tensor hooks do not see them."""
+
+
+class _Whole(NamedTuple):
+    """A packed tensor, flat, with its last values if they do not fill a group, and how it lay in memory."""
+
+    flat: Packed
+    tail: Tensor | None
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class Outside(TorchFunctionMode):
+    """Pack what is saved while this context is on.
+
+    Args:
+        own: parameters, buffers and inputs of the model.
+        noise: gives the random numbers to round with, for a device.
+    """
+
+    def __init__(self, own: Iterable[Tensor], noise: Callable[[torch.device], Tensor]) -> None:
+        super().__init__()
+        own = list(own)
+        self.own = {t.untyped_storage() for t in own if is_real(t) or is_fake(t)}
+        self.shapes = {shape for t in own if t.dim() in (2, 4, 5) for shape in (t.shape, t.shape[::-1])}
+        self.noise = noise
+        self.number = 0
+        self.caller: Any = None
+        self.made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+        self.hooks = saved_tensors_hooks(self.pack, self.unpack)
+
+    def __enter__(self) -> Outside:
+        self.hooks.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.hooks.__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if engine.saves:
+            return func(*args, **kwargs)
+        before, self.caller = self.caller, func
+        try:
+            if func is F.scaled_dot_product_attention:
+                return self._attend(*args, **kwargs)
+            return func(*args, **kwargs)
+        finally:
+            self.caller = before
+
+    def pack(self, tensor: Tensor) -> Any:
+        held = self._pack(tensor)
+        for observer in observers:
+            observer(held if isinstance(held, Tensor) else held.flat.packed)
+        return held
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Whole:
+        if tensor.dtype not in TYPES or self.caller in LEFT_ALONE or engine.saves:
+            return tensor
+        if not (is_real(tensor) or is_fake(tensor)):
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage in self.own or tensor.shape in self.shapes:
+            return tensor
+        count, own_bytes = tensor.numel(), tensor.numel() * tensor.element_size()
+        if count < LEAST:
+            # A small part must not hold the whole.
+            return tensor.clone() if storage.nbytes() > 2 * own_bytes else tensor
+        if storage.nbytes() < own_bytes:
+            return tensor  # expanded
+        flat, stride, is_copy = _flat(tensor)
+        made = self.made.setdefault(storage, {})
+        key = (tensor._version, tensor.storage_offset(), count, *((*tensor.shape, *tensor.stride()) if is_copy else ()))
+        found = made.get(key)
+        if found is None:
+            self.number += 1
+            noise, signs, whole = self.noise(tensor.device), self.caller in READS_SIGNS, count - count % GROUP
+            tail = flat[whole:].clone() if whole < count else None
+            found = made[key] = pack(flat[:whole], noise, self.number, signs), tail
+        return _Whole(*found, tensor.shape, stride)
+
+    @staticmethod
+    def unpack(held: Tensor | _Whole) -> Tensor:
+        if isinstance(held, Tensor):
+            return held
+        flat = unpack(held.flat)
+        return (flat if held.tail is None else torch.cat([flat, held.tail])).as_strided(held.shape, held.stride)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *rest: Any, **more: Any
+    ) -> Tensor:
+        dropout = rest[0] if rest else more.get("dropout_p", 0.0)
+        if dropout > 0 or not (packs(q) and packs(k) and packs(v)):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask, *rest, **more)
+        self.number += 3
+        return _Attention.apply((rest, more), self.noise(q.device), self.number, q, k, v, attn_mask)
+
+
+def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:
+    """A tensor as it lies in memory, its strides there, and whether it had to be copied because of gaps."""
+    by_stride = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    dense = tensor.permute(by_stride)
+    if dense.is_contiguous():
+        return dense.view(-1), tensor.stride(), False
+    copy = tensor.contiguous()
+    return copy.view(-1), copy.stride(), True
+
+
+class _Attention(torch.autograd.Function):
+    """torch's attention, of which q, k and v are saved in 8 bits, and which is redone from them in backward."""
+
+    @staticmethod
+    def forward(ctx, options: Any, noise: Tensor, number: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None):
+        rest, more = ctx.options = options
+        ctx.autocast = autocast_dtype(q)
+        packed = [pack(rows, noise, number + i) for i, rows in enumerate((q, k, v))]
+        ctx.forms = [one[1:] for one in packed]
+        ctx.save_for_backward(*(one.packed for one in packed), mask)
+        return F.scaled_dot_product_attention(q, k, v, mask, *rest, **more)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        *packed, mask = ctx.saved_tensors
+        rest, more = ctx.options
+        q, k, v = (unpack(Packed(*one)) for one in zip(packed, *zip(*ctx.forms, strict=True), strict=True))
+        tensors = (k, v) if mask is None else (k, v, mask)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, mask, *rest, **more)
+
+        needs = ctx.needs_input_grad[4:]
+        with torch.autocast(q.device.type, dtype=ctx.autocast, enabled=ctx.autocast is not None, cache_enabled=False):
+            dq, found = partial_vjp(attend, q, tensors, needs[: len(tensors)])[1](grad)
+        return None, None, None, dq, *found, *(None,) * (3 - len(found))

@@ -1,0 +1,119 @@
+"""What is saved, in 8 bits.
+
+A tensor is packed into bytes in groups of neighbouring values along its last dimension, at most `GROUP` of them. A
+group is one whole number in [-126, 126] for each value, and behind them the scale they are multiplied with, a float32.
+A packed tensor is one tensor of bytes, `[..., groups, bytes of a group]`.
+
+Rounding is stochastic: a value between two steps goes up with the probability that makes it right on average, so the
+error averages out over steps and over positions. The random numbers lie along the diagonals of the table of groups:
+that takes no more of them than there are groups, and neighbours in a row and in a column get different ones.
+
+Zeros stay zeros. A group with a value that is not finite gets a scale that is not finite, and comes back as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._torch import is_fake, is_real
+from ..sampling import hashed
+
+__all__ = ["STORES", "Packed", "dither", "pack", "packs", "unpack"]
+
+STORES = ("full", "int8")
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What is packed. Who computes in float64 wants every digit."""
+GROUP = 128
+LEAST_GROUP = 16
+MOST_GROUP = 4096
+CPU_ROWS = 2**12
+"""Groups that are packed at a time on the CPU, where they stay in the cache."""
+ROWS = 2**18
+"""The same elsewhere, where it bounds the temporaries."""
+SHIFTS = 2**11
+"""How far the random numbers are shifted, for a site and for a value in it, so that all are not rounded alike."""
+LEVELS = 126
+TINY = 1e-30
+"""The largest value of a group counts as at least this, so that no scale is zero or too small to divide by."""
+SCALE_BYTES = 4
+_SALT = 4
+
+
+class Packed(NamedTuple):
+    """A tensor of bytes, and what it is unpacked to: so many values in the last dimension, of that type."""
+
+    packed: Tensor
+    width: int
+    dtype: torch.dtype
+
+
+def packs(tensor: Tensor) -> bool:
+    """Whether a tensor can be packed, and is worth it."""
+    return (
+        tensor.dtype in TYPES
+        and (is_real(tensor) or is_fake(tensor))
+        and tensor.shape[-1] >= LEAST_GROUP
+        and group_of(tensor.shape[-1]) <= MOST_GROUP
+    )
+
+
+def group_of(width: int) -> int:
+    """How many values are in a group: the most that divide `width`, or all of it if only few do."""
+    found = (size for size in range(min(GROUP, width), LEAST_GROUP - 1, -1) if width % size == 0)
+    return next(found, width)
+
+
+def dither(step_seed: Tensor) -> Tensor:
+    """The random numbers of a step, in (0, 1), for `pack`; a function of the seed alone."""
+    count = _rows_at_once(step_seed) + MOST_GROUP + 2 * SHIFTS
+    return ((hashed(step_seed, _SALT, count) & 1023) + 0.5) / 1024
+
+
+def pack(tensor: Tensor, noise: Tensor, number: int = 0, keeps_signs: bool = False) -> Packed:
+    """A tensor in bytes.
+
+    `number` tells tensors of a step apart, so that they are not rounded in the same way. With `keeps_signs` only zeros
+    become zeros, for those who read signs: at a ReLU a value that is rounded to zero would lose its gradient.
+    """
+    group = group_of(tensor.shape[-1])
+    width = -(-group // SCALE_BYTES) * SCALE_BYTES + SCALE_BYTES  # scales lie where a float32 may
+    packed = torch.empty(*tensor.shape[:-1], tensor.shape[-1] // group, width, dtype=torch.uint8, device=tensor.device)
+    rows, (codes, scales) = tensor.reshape(-1, group), _parts(packed.view(-1, width), group)
+    table = noise[number * 131 % SHIFTS :].unfold(0, group, 1)
+    for piece in _pieces(rows):
+        some = rows[piece]
+        scale = some.abs().amax(-1, keepdim=True).float().clamp_(min=TINY).mul_(1 / LEVELS)
+        scales[piece] = scale
+        code = torch.addcmul(table[: len(some)], some.float(), scale.reciprocal_()).floor_()
+        codes[piece] = torch.where(code == 0, some.sign(), code) if keeps_signs else code
+    return Packed(packed, tensor.shape[-1], tensor.dtype)
+
+
+def unpack(given: Packed) -> Tensor:
+    """The tensor again, rounded."""
+    packed, width, dtype = given
+    group = width // packed.shape[-2]
+    out = torch.empty(*packed.shape[:-2], width, dtype=dtype, device=packed.device)
+    rows, (codes, scales) = out.view(-1, group), _parts(packed.view(-1, packed.shape[-1]), group)
+    for piece in _pieces(rows):
+        torch.mul(codes[piece], scales[piece], out=rows[piece])
+    return out
+
+
+def _parts(packed: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """The numbers and the scales of packed rows, as views."""
+    return packed[:, :group].view(torch.int8), packed[:, -SCALE_BYTES:].view(torch.float32)
+
+
+def _rows_at_once(tensor: Tensor) -> int:
+    on_cpu = tensor.device.type == "cpu" and is_real(tensor) and not torch.compiler.is_compiling()
+    return CPU_ROWS if on_cpu else ROWS
+
+
+def _pieces(rows: Tensor) -> Iterator[slice]:
+    count = _rows_at_once(rows)
+    return (slice(start, start + count) for start in range(0, len(rows), count))
