@@ -15,6 +15,8 @@ from oracle_model import reduced_model
 from torch import Tensor, nn
 
 import keepgrad
+from keepgrad.ops import chain, outside
+from keepgrad.ops.store import Packed
 
 SEED = 11
 
@@ -35,6 +37,41 @@ def test_forward_is_exact_and_ratio_one_is_autograd(family, save):
     wanted = family.run(model, torch.float64)
     wanted_grads = gradients(model, wanted)
     keepgrad.apply(model, keep_ratio=1.0, save=save)
+    torch.manual_seed(3)
+    found = family.run(model, torch.float64)
+    torch.testing.assert_close(found, wanted)
+    assert_same(gradients(model, found), wanted_grads, rtol=1e-7, atol=1e-9)
+
+
+@pytest.fixture
+def packs_without_loss(monkeypatch):
+    """Values are packed into bytes as `store="int8"` does, all of them, but with every digit."""
+
+    def pack(tensor, noise, number=0, keeps_signs=False):
+        return Packed(
+            tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8), tensor.shape[-1], tensor.dtype
+        )
+
+    for module in (chain, outside):
+        monkeypatch.setattr(module, "pack", pack)
+        monkeypatch.setattr(module, "unpack", lambda given: given.packed.view(given.dtype))
+        monkeypatch.setattr(module, "packs", lambda tensor: True)
+    monkeypatch.setattr(outside, "TYPES", (torch.float32, torch.float64))
+    monkeypatch.setattr(outside, "LEAST", 1)
+
+
+@EVERY
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+def test_what_is_packed_is_what_is_needed(family, ratio, packs_without_loss):
+    model = family.model(torch.float64)
+    if ratio < 1:
+        keepgrad.apply(model, keep_ratio=ratio, seed=SEED)
+    torch.manual_seed(3)
+    wanted = family.run(model, torch.float64)
+    wanted_grads = gradients(model, wanted)
+    if ratio < 1:
+        keepgrad.remove(model)
+    keepgrad.apply(model, keep_ratio=ratio, seed=SEED, store="int8")
     torch.manual_seed(3)
     found = family.run(model, torch.float64)
     torch.testing.assert_close(found, wanted)

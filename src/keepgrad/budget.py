@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from .config import PRESETS
-from .errors import AlreadyAppliedError, BudgetError, CheckpointingError, ConfigError, MapTooSmallError
+from .errors import AlreadyAppliedError, BudgetError, CheckpointingError, ConfigError, MapTooSmallError, NoSiteError
 from .memory import MemoryReport, estimate
 from .patch import apply, block_names, remove
 from .report import Report, Table, figures, readable_bytes
@@ -34,12 +34,16 @@ CLASSES: tuple[tuple[tuple[dict[str, Any] | None, bool], ...], ...] = (
         ({"preset": "accurate"}, False),
         ({"preset": "small"}, False),
         ({"preset": "exact", "save": "input"}, False),
+        ({"preset": "exact", "store": "int8"}, False),
+        ({"preset": "accurate", "store": "int8"}, False),
+        ({"preset": "small", "store": "int8"}, False),
         (None, True),
     ),
-    (({"preset": "balanced"}, False), ({"preset": "balanced", "save": "input"}, False)),
-    (({"keep_ratio": 0.5}, False), ({"keep_ratio": 0.5, "save": "input"}, False)),
-    (({"keep_ratio": 0.25}, False), ({"keep_ratio": 0.25, "save": "input"}, False)),
-    (({"keep_ratio": 0.125}, False), ({"keep_ratio": 0.125, "save": "input"}, False)),
+    (({"preset": "balanced"}, False), ({"preset": "balanced", "store": "int8"}, False)),
+    *(
+        (({"keep_ratio": ratio}, False), ({"keep_ratio": ratio, "save": "input", "store": "int8"}, False))
+        for ratio in (0.5, 0.25, 0.125)
+    ),
 )
 
 
@@ -143,9 +147,10 @@ def fit(
         input_shape: the shape of a batch; by="batch_size" does not look at its first number.
         budget: bytes, as a number or as text such as "8GiB" or "500MB".
         by: "keep_ratio", the largest one (in steps of 1/32) on all blocks; "batch_size", the largest one; or
-            "cheapest", the setting of keep-ratio, save policy and checkpointing with the fewest FLOPs among those that
-            hurt the gradient least: first those that keep attention exact and the MLP half or better (checkpointing
-            is one of them), then 0.5, 0.25 and 0.125 everywhere.
+            "cheapest", the setting of keep-ratio, save policy, store and checkpointing with the fewest FLOPs among
+            those that hurt the gradient least: first those that keep attention exact and the MLP half or better
+            (checkpointing is one of them), then 0.5, 0.25 and 0.125 everywhere. Of those with equal FLOPs it is the one
+            that does least besides: packing into 8 bits comes last.
         **options: `optimizer`, `amp` and `loss`, as for `estimate`; with by="keep_ratio" also options of `apply`.
 
     Raises:
@@ -294,7 +299,7 @@ def _cheapest(attempt: Callable[..., Trial]) -> tuple[Trial, list[Trial]]:
     trials: list[Trial] = []
     for candidates in CLASSES:
         for settings, checkpointing in candidates:
-            with suppress(MapTooSmallError, CheckpointingError):
+            with suppress(MapTooSmallError, CheckpointingError, NoSiteError):
                 trials.append(attempt(settings, checkpointing))
         fitting = [trial for trial in trials if trial.fits]
         if fitting:

@@ -300,7 +300,7 @@ class _RootForward(_Patch):
         if not self.shared.packs_the_rest or torch.compiler.is_compiling():
             return nullcontext()
         given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        return Outside([*self.module.parameters(), *self.module.buffers(), *given], self.shared.noise)
+        return Outside(self.module.parameters(), [*self.module.buffers(), *given], self.shared.noise)
 
 
 class _EmbedForward(_Patch):

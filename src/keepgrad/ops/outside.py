@@ -42,7 +42,7 @@ LEFT_ALONE = {
 }
 READS_SIGNS = {
     *(F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.leaky_relu, F.leaky_relu_, F.prelu, torch.prelu),
-    *(F.relu6, F.hardtanh, F.hardtanh_, F.threshold, F.threshold_, F.rrelu),
+    *(F.relu6, F.hardtanh, F.hardtanh_, F.threshold, F.rrelu),
 }
 
 observers: list[Callable[[Tensor], object]] = []
@@ -62,28 +62,34 @@ class Outside(TorchFunctionMode):
     """Pack what is saved while this context is on.
 
     Args:
-        own: parameters, buffers and inputs of the model.
+        parameters: those of the model.
+        others: its buffers and inputs.
         noise: gives the random numbers to round with, for a device.
     """
 
-    def __init__(self, own: Iterable[Tensor], noise: Callable[[torch.device], Tensor]) -> None:
+    def __init__(
+        self, parameters: Iterable[Tensor], others: Iterable[Tensor], noise: Callable[[torch.device], Tensor]
+    ) -> None:
         super().__init__()
-        own = list(own)
-        self.own = {t.untyped_storage() for t in own if is_real(t) or is_fake(t)}
-        self.shapes = {shape for t in own if t.dim() in (2, 4, 5) for shape in (t.shape, t.shape[::-1])}
+        weights = list(parameters)
+        self.own = {t.untyped_storage() for t in (*weights, *others) if is_real(t) or is_fake(t)}
+        self.shapes = {shape for t in weights if t.dim() in (2, 4, 5) for shape in (t.shape, t.shape[::-1])}
         self.noise = noise
         self.number = 0
         self.caller: Any = None
         self.made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
-        self.hooks = saved_tensors_hooks(self.pack, self.unpack)
+        self.hooks: saved_tensors_hooks | None = None
 
     def __enter__(self) -> Outside:
+        self.hooks = saved_tensors_hooks(self.pack, self.unpack)
         self.hooks.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        assert self.hooks is not None
         self.hooks.__exit__(*error)
+        self.hooks = None  # it holds this
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -126,7 +132,8 @@ class Outside(TorchFunctionMode):
             noise, signs, whole = self.noise(tensor.device), self.caller in READS_SIGNS, count - count % GROUP
             tail = flat[whole:].clone() if whole < count else None
             found = made[key] = pack(flat[:whole], noise, self.number, signs), tail
-        return _Whole(*found, tensor.shape, stride)
+        packed, tail = found
+        return _Whole(packed, tail, tensor.shape, stride)
 
     @staticmethod
     def unpack(held: Tensor | _Whole) -> Tensor:
@@ -147,7 +154,7 @@ class Outside(TorchFunctionMode):
 
 def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:
     """A tensor as it lies in memory, its strides there, and whether it had to be copied because of gaps."""
-    by_stride = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     dense = tensor.permute(by_stride)
     if dense.is_contiguous():
         return dense.view(-1), tensor.stride(), False

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .._torch import is_fake, is_real
 from ..sampling import hashed
+from .stages import cast
 
 __all__ = ["STORES", "Packed", "dither", "pack", "packs", "unpack"]
 
@@ -30,7 +31,7 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUP = 128
 LEAST_GROUP = 16
 MOST_GROUP = 4096
-CPU_ROWS = 2**12
+CPU_ROWS = 2**13
 """Groups that are packed at a time on the CPU, where they stay in the cache."""
 ROWS = 2**18
 """The same elsewhere, where it bounds the temporaries."""
@@ -84,12 +85,13 @@ def pack(tensor: Tensor, noise: Tensor, number: int = 0, keeps_signs: bool = Fal
     packed = torch.empty(*tensor.shape[:-1], tensor.shape[-1] // group, width, dtype=torch.uint8, device=tensor.device)
     rows, (codes, scales) = tensor.reshape(-1, group), _parts(packed.view(-1, width), group)
     table = noise[number * 131 % SHIFTS :].unfold(0, group, 1)
-    for piece in _pieces(rows):
-        some = rows[piece]
-        scale = some.abs().amax(-1, keepdim=True).float().clamp_(min=TINY).mul_(1 / LEVELS)
-        scales[piece] = scale
-        code = torch.addcmul(table[: len(some)], some.float(), scale.reciprocal_()).floor_()
-        codes[piece] = torch.where(code == 0, some.sign(), code) if keeps_signs else code
+    work = torch.empty(min(len(rows), _rows_at_once(rows)), group, dtype=torch.float32, device=tensor.device)
+    for some, some_codes, some_scales in _pieces(rows, codes, scales):
+        some, code = cast(some, torch.float32), work[: len(some)]
+        scale = torch.abs(some, out=code).amax(-1, keepdim=True).clamp_(min=TINY).mul_(1 / LEVELS)
+        some_scales.copy_(scale)
+        torch.addcmul(table[: len(some)], some, scale.reciprocal_(), out=code).floor_()
+        some_codes.copy_(torch.where(code == 0, some.sign(), code) if keeps_signs else code)
     return Packed(packed, tensor.shape[-1], tensor.dtype)
 
 
@@ -99,8 +101,8 @@ def unpack(given: Packed) -> Tensor:
     group = width // packed.shape[-2]
     out = torch.empty(*packed.shape[:-2], width, dtype=dtype, device=packed.device)
     rows, (codes, scales) = out.view(-1, group), _parts(packed.view(-1, packed.shape[-1]), group)
-    for piece in _pieces(rows):
-        torch.mul(codes[piece], scales[piece], out=rows[piece])
+    for some, some_codes, some_scales in _pieces(rows, codes, scales):
+        some.copy_(some_codes).mul_(some_scales)
     return out
 
 
@@ -114,6 +116,7 @@ def _rows_at_once(tensor: Tensor) -> int:
     return CPU_ROWS if on_cpu else ROWS
 
 
-def _pieces(rows: Tensor) -> Iterator[slice]:
-    count = _rows_at_once(rows)
-    return (slice(start, start + count) for start in range(0, len(rows), count))
+def _pieces(*tables: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of tables, some at a time."""
+    count = _rows_at_once(tables[0])
+    return zip(*(table.split(count) for table in tables), strict=True)

@@ -3,7 +3,7 @@
 | file       | what it is for                                                                                  |
 | ---        | ---                                                                                             |
 | config     | the settings of a study                                                                         |
-| questions  | what is asked: five sweeps over settings of `keepgrad.apply`                                    |
+| questions  | what is asked: six sweeps over settings of `keepgrad.apply`                                    |
 | subject    | the model and its data: what one setting measures, and what a short training with it gives      |
 | results    | what has been found so far, by setting, in one file; the CSV files                              |
 | run        | all of a study, from the first setting to the report                                            |

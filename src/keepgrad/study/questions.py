@@ -1,4 +1,4 @@
-"""What is asked of a model: five sweeps, each a few settings of `keepgrad.apply` that differ in one thing.
+"""What is asked of a model: six sweeps, each a few settings of `keepgrad.apply` that differ in one thing.
 
 | question  | what differs                                    | lines in its figure                                 |
 | ---       | ---                                             | ---                                                 |
@@ -8,6 +8,7 @@
 | schedule  | uniform, increasing, decreasing, careful, first | all of them at equal memory                         |
 |           | and last half                                   |                                                     |
 | attention | qkv, query, head, off, at 0.5                   | drop as in the paper, fold                          |
+| store     | full, int8                                      | everything kept; 0.5 in all branches                |
 
 Besides these, the presets are measured, and the settings that save least. The same setting in several questions is one
 setting.
@@ -24,6 +25,7 @@ from typing import Any
 from ..config import DEFAULTS, PRESETS
 from ..errors import MapTooSmallError
 from ..ops.attention import METHODS
+from ..ops.store import STORES
 from ..sampling import MASKS, REDUCTIONS
 
 __all__ = [
@@ -90,7 +92,7 @@ def name_of(key: str) -> str:
     if "preset" in options:
         return f"preset {options['preset']}"
     if options["keep_ratio"] == 1:
-        return "exact, save input" if "save" in options else "exact"
+        return ", ".join(["exact", *(f"{name} {options[name]}" for name in ("save", "store") if name in options)])
     ratio, reduce = options["keep_ratio"], options.get("reduce", DEFAULTS["reduce"])
     if isinstance(ratio, dict):
         ratio = f"{ratio['mlp']:g}, MLPs only"
@@ -98,7 +100,7 @@ def name_of(key: str) -> str:
         ratio = ", ".join(f"{value:g} x{len(list(same))}" for value, same in itertools.groupby(ratio))
     else:
         ratio = f"{ratio:g}"
-    more = [f"{name} {options[name]}" for name in ("mask", "schedule", "attention", "save") if name in options]
+    more = [f"{name} {options[name]}" for name in ("mask", "schedule", "attention", "save", "store") if name in options]
     return ", ".join([f"{reduce} {ratio}", *more])
 
 
@@ -152,6 +154,18 @@ def questions(has_attention: bool, blocks: int, saved: Callable[[Options], int])
                 _at_half("attention", METHODS),
             )
         )
+    asked.append(
+        Question(
+            "store",
+            "In how many bits are kept values stored?",
+            "In those they were computed in; no other way is tried.",
+            tuple(
+                Case(store, series, {"keep_ratio": ratio, "store": store})
+                for series, ratio in (("everything kept", 1.0), (f"0.5, {EVERYWHERE}", 0.5))
+                for store in STORES
+            ),
+        )
+    )
     ready = {f"preset {name}": _without_preset(name, has_attention) for name in PRESETS}
     for ratio in (1.0, 0.5, 0.25):
         ready.setdefault(f"{ratio:g}, save input", {"keep_ratio": ratio, "save": "input"})
@@ -183,7 +197,8 @@ def _without_preset(name: str, has_attention: bool) -> Options:
 
 def is_exact(key: str) -> bool:
     """Whether a setting has the gradients of full backprop."""
-    return json.loads(key).get("keep_ratio") == 1
+    options = json.loads(key)
+    return options.get("keep_ratio") == 1 and "store" not in options
 
 
 def trained_as(key: str) -> str:

@@ -52,6 +52,9 @@ class KeepFlags:
     save: str | dict[str, str] | None = flag(
         None, "heavy or input, or attention=input,mlp=heavy", type=policy, metavar="POLICY"
     )
+    store: str | dict[str, str] | None = flag(
+        None, "full or int8, or attention=full,mlp=int8", type=policy, metavar="STORE"
+    )
 
     def keep_config(self) -> KeepConfig:
         return KeepConfig(**self._given())
