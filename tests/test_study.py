@@ -246,7 +246,7 @@ def test_the_report_needs_nothing_from_elsewhere(finished):
     assert len(tags.ids) == len(set(tags.ids))
     assert set(re.findall(r"url\(#([^)]*)\)", text)) <= set(tags.ids)
     assert tags.found.count("img") == 6
-    assert tags.found.count("svg") == 1 + 2 * 5 + 1
+    assert tags.found.count("svg") == 1 + 2 * 6 + 1
     assert "#0a0b0c" not in text
 
 

@@ -36,7 +36,17 @@ from .ops.outside import observers
 from .patch import draws_set_aside
 from .report import Report, Table, figures, readable_bytes
 
-__all__ = ["PARTS", "MemoryReport", "call", "estimate", "in_training", "measure", "peak_bytes", "saved_bytes"]
+__all__ = [
+    "PARTS",
+    "MemoryReport",
+    "allocated_peak",
+    "call",
+    "estimate",
+    "in_training",
+    "measure",
+    "peak_bytes",
+    "saved_bytes",
+]
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary", "other")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
@@ -220,6 +230,13 @@ def peak_bytes(step: Callable[[], object]) -> int:
     with Ledger(None) as ledger:
         step()
     return ledger.peak([record for record in ledger.records if record.born])[0]
+
+
+def allocated_peak(step: Callable[[], object]) -> int:
+    """The most bytes that torch's allocator for the CPU hands out at one time during `step`, compiled code included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
+        step()
+    return _allocator_peak(found)
 
 
 @contextmanager
