@@ -172,6 +172,8 @@ def draw(path: str, title: str, points: dict[str, tuple[float, float]]) -> None:
     )
     ticks = (0.1, 0.2, 0.3, 0.5, 0.7, 1)
     axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlim(right=2)
     axes.set_title(title.partition(";")[0] + " (grey: others, blue: keepgrad, green: keepgrad int8)", fontsize=9)
     figure.savefig(path, dpi=150)
 
