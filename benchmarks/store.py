@@ -4,9 +4,9 @@
 
 Trains a small ViT, ConvNeXt and ResNet (batch norm, ReLU, no site) with full backprop. Then, for each setting, the
 gradient with `store="int8"` is compared with that of the same setting stored in full, with the same masks: the cosine
-of the whole, that of the worst layer (weights and bias as one), and that of the mean over the draws, which shows what is
-missing always. Besides keepgrad's own rounding there are others to compare with: to the nearest step, and 4 bits in groups
-of 32 (packed here into bytes all the same; "saved" is what 4 bits would be).
+of the whole, that of the worst layer (weights and bias as one), and that of the mean over the draws, which shows what
+is missing always. Besides keepgrad's own rounding there are others to compare with: to the nearest step, and 4 bits in
+groups of 32 (packed here into bytes all the same; "saved" is what 4 bits would be).
 """
 
 from __future__ import annotations
@@ -131,12 +131,12 @@ def main() -> None:
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.05)
         loader = torch.utils.data.DataLoader(dataset, args.batch_size, shuffle=True, drop_last=True)
-        for step, batch in zip(track(range(args.steps), description=title), loader, strict=False):
+        for _, batch in zip(track(range(args.steps), description=title), loader, strict=False):
             optimizer.zero_grad()
             F.cross_entropy(model(batch[0]), batch[1]).backward()
             optimizer.step()
         rows = list(measure(model, batch))
-        name = f"{title}, after {step + 1} steps"
+        name = f"{title}, after {args.steps} steps"
         if not args.markdown:
             print(Table(name, head, rows).to_text())
             continue
