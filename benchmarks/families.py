@@ -4,7 +4,7 @@
 
 Models are the examples of `keepgrad models` and those named here, with random weights, built from their configurations.
 For each model the methods take turns in one run; "time" is the median over the rounds, relative to that of full
-backprop.
+backprop. A model without sites has the methods that reduce nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from keepgrad.timing import seconds_in_turns
 MORE = (
     Example("Swin", "swin_small_patch4_window7_224"),
     Example("EVA-02", "eva02_base_patch14_224"),
+    Example("ResNet (no site)", "resnet50"),
+    Example("EfficientNet (no site)", "efficientnet_b0"),
     Example("CLIP, vision", "transformers:CLIPVisionModel patch_size=16"),
 )
 DEFAULT = (
@@ -36,7 +38,12 @@ DEFAULT = (
     "transformers:Dinov2Model",
     "transformers:CLIPVisionModel patch_size=16",
 )
-METHODS: dict[str, dict[str, Any]] = {"default": {}, "0.5": {"keep_ratio": 0.5}, "small": {"preset": "small"}}
+METHODS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "0.5": {"keep_ratio": 0.5},
+    "small": {"preset": "small"},
+    "int8, nothing reduced": {"preset": "exact", "store": "int8"},
+}
 
 
 def step(model: nn.Module, given: Any) -> None:
@@ -88,8 +95,12 @@ def measured(example: Example, batch: int, rounds: int) -> list[tuple[str, ...]]
     given = grown(example.inputs(base), batch)
     models, facts = {"full backprop": base}, {}
     for name, options in METHODS.items():
-        model = models[name] = copy.deepcopy(base)
-        facts[name] = len(keepgrad.apply(model, **options).sites)
+        model = copy.deepcopy(base)
+        try:
+            facts[name] = len(keepgrad.apply(model, **options).sites)
+        except keepgrad.NoSiteError:
+            continue
+        models[name] = model
     saved = {name: saved_bytes(lambda m=m: call(m, given), m) for name, m in models.items()}
     peaks = {name: peak_bytes(lambda m=m: step(m, given)) for name, m in models.items()}
     seconds = seconds_in_turns(

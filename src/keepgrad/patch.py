@@ -448,27 +448,39 @@ class _Watch:
     """
 
     def __init__(self, block: nn.Module) -> None:
-        self.seen = [(module, type(module), *_facts(module, block)) for module in block.modules()]
+        self.seen = [
+            (module, type(module), own, tuple(own["_modules"].values()), _has_forward(module, block), *_facts(own))
+            for module in block.modules()
+            for own in [module.__dict__]
+        ]
+        self.hooked = [has_hooks(module) for module, *_ in self.seen]
         self.block = block
 
     def holds(self) -> bool:
-        return all(
-            type(module) is kind and _facts(module, self.block) == (children, facts)
-            for module, kind, children, facts in self.seen
-        )
+        for number, (module, kind, own, children, has_forward, training, p, drop_prob, absent) in enumerate(self.seen):
+            if type(module) is not kind or own["training"] is not training:
+                return False
+            modules, parameters = own["_modules"], own["_parameters"]
+            if (modules or children) and tuple(modules.values()) != children:
+                return False
+            if "forward" in own and not has_forward and module is not self.block:
+                return False
+            if has_forward and "forward" not in own:
+                return False
+            if own.get("p") != p or own.get("drop_prob") != drop_prob:
+                return False
+            if (parameters or absent) and [value is None for value in parameters.values()] != absent:
+                return False
+            some = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
+            if (some or own["_backward_pre_hooks"] or self.hooked[number]) and has_hooks(module) != self.hooked[number]:
+                return False
+        return True
 
 
-def _facts(module: nn.Module, block: nn.Module) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The children of a module, and what else of it a program depends on."""
-    own = module.__dict__
-    get = own.get
-    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-    given = own["_parameters"]
-    return tuple(own["_modules"].values()), (
-        own["training"],
-        bool(hooks) and has_hooks(module),
-        "forward" in own and module is not block,
-        get("p"),
-        get("drop_prob"),
-        [value is None for value in given.values()] if given else None,
-    )
+def _has_forward(module: nn.Module, block: nn.Module) -> bool:
+    return "forward" in module.__dict__ and module is not block
+
+
+def _facts(own: dict[str, Any]) -> tuple[Any, ...]:
+    """What of a module a program depends on, besides its children, hooks and forward."""
+    return own["training"], own.get("p"), own.get("drop_prob"), [v is None for v in own["_parameters"].values()]

@@ -32,6 +32,7 @@ class Program:
     def __init__(self, before: list[Step], attention: _AttentionSteps | None, after: list[Step]) -> None:
         self.before, self.attention, self.after = before, attention, after
         self.width = width_of([*before, attention.projection] if attention else before)
+        self.memory: dict[Any, Any] = {}
 
     @property
     def has_attention(self) -> bool:
@@ -62,9 +63,9 @@ class Program:
         """
         before = [step.bind() for step in self.before]
         if self.attention is None:
-            return Branch(before)
+            return Branch(before, memory=self.memory)
         attention = self.attention.bind(attn_mask, is_causal, rope, bias_tensors)
-        return Branch(before, attention, [step.bind() for step in self.after])
+        return Branch(before, attention, [step.bind() for step in self.after], self.memory)
 
 
 class _AttentionSteps:

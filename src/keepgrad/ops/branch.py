@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -63,11 +64,18 @@ class BoundAttention:
 
 @dataclass(frozen=True)
 class Branch:
-    """The stages of a branch with their tensors; `attention` lies between `before` and `after`."""
+    """The stages of a branch with their tensors; `attention` lies between `before` and `after`.
+
+    `memory` is kept by whoever builds the same branch in every step: what follows from the stages alone.
+    """
 
     before: Sequence[Link]
     attention: BoundAttention | None = None
     after: Sequence[Link] = ()
+    memory: dict[Any, Any] | None = None
+
+    def _specs(self, part: Any) -> dict[Any, Any] | None:
+        return None if self.memory is None else self.memory.setdefault(part, {})
 
     def run(
         self,
@@ -82,13 +90,16 @@ class Branch:
         """All positions forward, the kept slots or heads backward; the residual is added. `noise` is that of `run`."""
         attention = self.attention
         if attention is None:
-            return run(self.before, x, kept, save, residual, noise)
+            return run(self.before, x, kept, save, residual, noise, self._specs(None))
         reduced = kept is not None or heads is not None
         if attention.is_whole(reduced, method, save, noise is not None):
-            out = attention.attend(run([*self.before, attention.projection], x, kept, save, None, noise))
-            return run(self.after, out, kept, save, residual, noise)
-        link = attention.link(method if reduced else "qkv", heads)
-        return run([*self.before, link, *self.after], x, kept, save, residual, noise)
+            links = [*self.before, attention.projection]
+            out = attention.attend(run(links, x, kept, save, None, noise, self._specs("before")))
+            return run(self.after, out, kept, save, residual, noise, self._specs("after"))
+        method = method if reduced else "qkv"
+        link = attention.link(method, heads)
+        specs = self._specs((method, id(attention.core)))
+        return run([*self.before, link, *self.after], x, kept, save, residual, noise, specs)
 
     def plain(self, x: Tensor) -> Tensor:
         """The branch under ordinary autograd."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ def run(
     save: str,
     residual: Tensor | None = None,
     noise: Tensor | None = None,
+    specs: dict[Any, _Spec] | None = None,
 ) -> Tensor:
     """Run a chain on `x`, all positions forward and the kept slots backward.
 
@@ -62,29 +63,28 @@ def run(
         save: one of `SAVES`.
         residual: what to add to the output, `x` itself or another tensor.
         noise: random numbers to round with, where what is saved is stored in 8 bits (see `store`).
+        specs: where what follows from these stages alone is kept from one step to the next.
 
     Returns:
         The output of the chain, plus the residual.
     """
-    stages = tuple(stage for stage, _ in links)
-    tensors = tuple(tensors for _, tensors in links)
-    needs = tuple(tuple(t.requires_grad for t in group) for group in tensors)
-    if not torch.is_grad_enabled() or not (x.requires_grad or any(map(any, needs))):
+    flat = [t for _, tensors in links for t in tensors]
+    needs = tuple([t.requires_grad for t in flat])
+    input_needs = x.requires_grad
+    if not torch.is_grad_enabled() or not (input_needs or True in needs):
         out = run_stages(links, x)
         return out if residual is None else residual + out
-    spec = _Spec(
-        stages=stages,
-        needs=needs,
-        input_needs=x.requires_grad,
-        save=save,
-        frame=None if kept is None else kept.frame,
-        adds_input=residual is x,
-        autocast=autocast_dtype(x),
-    )
+    key = (needs, input_needs, save, kept is not None, residual is x, autocast_dtype(x))
+    compiling = torch.compiler.is_compiling()
+    spec = None if specs is None or compiling else specs.get(key)
+    if spec is None:
+        spec = _Spec(tuple(stage for stage, _ in links), tuple(len(tensors) for _, tensors in links), *key)
+        if specs is not None and not compiling:
+            specs[key] = spec
     kept_tensors = (None,) * _KEPT_TENSORS if kept is None else kept.tensors
-    flat = [t for group in tensors for t in group]
-    arguments = (spec, x, None if residual is x else residual, noise, *kept_tensors, *flat)
-    if noise is None or torch.compiler.is_compiling():
+    frame = None if kept is None else kept.frame if compiling else kept
+    arguments = (spec, frame, x, None if residual is x else residual, noise, *kept_tensors, *flat)
+    if noise is None or compiling:
         return _Chain.apply(*arguments)
     engine.saves = True
     try:
@@ -100,51 +100,58 @@ def run_stages(links: Sequence[Link], x: Tensor) -> Tensor:
     return x
 
 
-@dataclass(frozen=True)
 class _Spec:
-    """All of a chain that is not a tensor."""
+    """All of a chain that is not a tensor, and what follows from it.
 
-    stages: tuple[Stage, ...]
-    needs: tuple[tuple[bool, ...], ...]
-    input_needs: bool
-    save: str
-    frame: tuple[str, int, int, int] | None
-    adds_input: bool
-    autocast: torch.dtype | None
+    `first` is the first stage whose backward has to run. `saves` tells whether the value before each stage, and after
+    the last one, is saved, `all_rows` whether it is needed at every position, `extras` whether a stage saves what it
+    needs besides its input. A segment is a run of stages that is redone from the saved value before it: where it begins
+    and ends, and for each value in it whether it is needed.
+    """
 
-    @property
-    def first(self) -> int:
-        """The first stage whose backward has to run."""
-        if self.input_needs:
-            return 0
-        return next(i for i, needs in enumerate(self.needs) if any(needs))
-
-    def saves(self) -> list[bool]:
-        """Whether the value before each stage, and after the last one, is saved."""
-        found = [False] * (len(self.stages) + 1)
+    def __init__(
+        self,
+        stages: tuple[Stage, ...],
+        counts: tuple[int, ...],
+        needs: tuple[bool, ...],
+        input_needs: bool,
+        save: str,
+        reduced: bool,
+        adds_input: bool,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self.stages, self.input_needs, self.adds_input, self.autocast = stages, input_needs, adds_input, autocast
+        self.count = len(stages)
+        ends = [sum(counts[: i + 1]) for i in range(self.count)]
+        self.places = [(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        self.needs = [needs[start:end] for start, end in self.places]
+        self.first = 0 if input_needs else next(i for i, own in enumerate(self.needs) if any(own))
+        redo = save == "input"
+        reads = [i >= self.first and stages[i].needs_input(self.needs[i], redo) for i in range(self.count)]
+        self.saves = [False] * (self.count + 1)
         needed = False
-        for i in reversed(range(len(self.stages))):
-            stage = self.stages[i]
-            redoable = stage.redoable(self.frame is not None)
-            wanted = stage.heavy and self.save == "heavy" and not stage.redoes_output
-            found[i + 1] = needed and (wanted or not redoable)
-            reads = i >= self.first and stage.needs_input(self.needs[i], self.save == "input")
-            needed = reads or (needed and not found[i + 1])
-        found[0] = needed
-        return found
-
-    def keeps_extras(self, i: int) -> bool:
-        """Whether stage `i` saves what it needs besides its input: noise always, because it cannot be redone."""
-        return not self.stages[i].heavy or (i >= self.first and self.save == "heavy")
-
-    def kept_at(self, i: int, kept: Kept | None) -> Kept | None:
-        """The slots of the value before stage `i`."""
-        return None if any(stage.reads_all for stage in self.stages[i:]) else kept
+        for i in reversed(range(self.count)):
+            stage = stages[i]
+            wanted = stage.heavy and not redo and not stage.redoes_output
+            self.saves[i + 1] = needed and (wanted or not stage.redoable(reduced))
+            needed = reads[i] or (needed and not self.saves[i + 1])
+        self.saves[0] = needed
+        # Noise is always saved, because it cannot be redone.
+        self.extras = [not stage.heavy or (i >= self.first and not redo) for i, stage in enumerate(stages)]
+        self.all_rows = [any(stage.reads_all for stage in stages[i:]) for i in range(self.count + 1)]
+        self.segments: list[tuple[int, int, list[bool]]] = []
+        end = self.count
+        while end > self.first:
+            start = next(i for i in reversed(range(end)) if i == 0 or self.saves[i])
+            later = [False] * (end - start + 1)
+            for i in reversed(range(start, end)):
+                later[i - start] = reads[i] or later[i - start + 1]
+            self.segments.append((start, end, later))
+            end = start
 
     def groups(self, flat: Sequence[Tensor]) -> list[Tensors]:
         """A flat list of tensors, stage by stage."""
-        rest = iter(flat)
-        return [tuple(next(rest) for _ in needs) for needs in self.needs]
+        return [tuple(flat[start:end]) for start, end in self.places]
 
     def context(self, device: torch.device) -> AbstractContextManager:
         """The autocast state of the forward pass, without its cache: that would hand casts made here, which carry no
@@ -156,20 +163,26 @@ class _Spec:
 
 class _Chain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, spec: _Spec, x: Tensor, residual: Tensor | None, noise: Tensor | None, *rest: Tensor) -> Tensor:
+    def forward(
+        ctx, spec: _Spec, frame: Any, x: Tensor, residual: Tensor | None, noise: Tensor | None, *rest: Tensor
+    ) -> Tensor:
         kept_tensors, flat = rest[:_KEPT_TENSORS], rest[_KEPT_TENSORS:]
-        kept = None if spec.frame is None else Kept(*spec.frame, *kept_tensors)
+        kept = Kept(*frame, *kept_tensors) if isinstance(frame, tuple) else frame
         tensors = spec.groups(flat)
         with spec.context(x.device):
             walked = _in_pieces(spec, x, tensors, kept, noise)
-            out, values, extras = walked or _walk(spec, 0, len(tensors), x, tensors, kept, noise)
-        ctx.spec = spec
-        ctx.extra_counts = tuple(map(len, extras))
+            out, values, extras = walked or _walk(spec, 0, spec.count, x, tensors, kept, noise)
+        ctx.spec, ctx.frame = spec, frame
+        ctx.extra_counts = [len(group) for group in extras]
         ctx.branch_dtype = out.dtype
         ctx.input_dtype = x.dtype
         saved = [*values, *(one for group in extras for one in group)]
-        ctx.forms = tuple(one[1:] if isinstance(one, Packed) else None for one in saved)
-        ctx.save_for_backward(*kept_tensors, *(one[0] if isinstance(one, Packed) else one for one in saved), *flat)
+        if noise is None:
+            ctx.forms = None
+        else:
+            ctx.forms = [one[1:] if isinstance(one, Packed) else None for one in saved]
+            saved = [one[0] if isinstance(one, Packed) else one for one in saved]
+        ctx.save_for_backward(*kept_tensors, *saved, *flat)
         if spec.adds_input:
             residual = x
         if residual is None:
@@ -182,24 +195,25 @@ class _Chain(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor):
         spec: _Spec = ctx.spec
-        count = len(spec.stages)
-        given = iter(ctx.saved_tensors)
-        kept_tensors = [next(given) for _ in range(_KEPT_TENSORS)]
-        saved = iter([next(given) if form is None else Packed(next(given), *form) for form in ctx.forms])
-        values: list[Saved] = [next(saved) for _ in range(count + 1)]
-        extras: list[tuple[Saved, ...]] = [tuple(next(saved) for _ in range(n)) for n in ctx.extra_counts]
-        tensors = spec.groups(list(given))
-        kept = None if spec.frame is None else Kept(*spec.frame, *kept_tensors)
+        count, given = spec.count, ctx.saved_tensors
+        middle = _KEPT_TENSORS + count + 1 + sum(ctx.extra_counts)
+        kept_tensors, saved, flat = given[:_KEPT_TENSORS], list(given[_KEPT_TENSORS:middle]), given[middle:]
+        del given
+        if ctx.forms is not None:
+            pairs = zip(saved, ctx.forms, strict=True)
+            saved = [one if form is None else Packed(one, *form) for one, form in pairs]
+        values, rest = saved[: count + 1], iter(saved[count + 1 :])
+        extras: list[tuple[Saved, ...]] = [tuple([next(rest) for _ in range(n)]) for n in ctx.extra_counts]
+        tensors = spec.groups(flat)
+        kept = Kept(*ctx.frame, *kept_tensors) if isinstance(ctx.frame, tuple) else ctx.frame
 
-        last = spec.kept_at(count, kept)
+        last = None if spec.all_rows[count] else kept
         grad: Tensor | None = cast(dy if last is None else last.gather_grad(dy), ctx.branch_dtype)
         found: list[tuple[Tensor | None, ...]] = [(None,) * len(needs) for needs in spec.needs]
-        end = count
         owned = last is not None
         with spec.context(dy.device):
-            while end > spec.first:
-                start = next(i for i in reversed(range(end)) if i == 0 or values[i] is not None)
-                pulls = _redo(spec, start, end, values[start], tensors, extras, kept)
+            for start, end, needed in spec.segments:
+                pulls = _redo(spec, start, end, needed, values[start], tensors, extras, kept)
                 for i in reversed(range(max(start, spec.first), end)):
                     assert grad is not None
                     if spec.stages[i].overwrites and not owned:
@@ -207,16 +221,14 @@ class _Chain(torch.autograd.Function):
                     grad, found[i] = pulls[i](grad)
                     owned = spec.stages[i].makes_new
                     del pulls[i]
-                end = start
         dx = None
         if spec.input_needs:
             assert grad is not None
             grad = cast(grad, ctx.input_dtype)
             onto = cast(dy, ctx.input_dtype) if spec.adds_input else None
-            dx = _give_back(grad, spec.kept_at(0, kept), onto)
-        d_residual = dy if ctx.needs_input_grad[2] else None
-        flat = [g for group in found for g in group]
-        return (None, dx, d_residual, None, *(None,) * _KEPT_TENSORS, *flat)
+            dx = _give_back(grad, None if spec.all_rows[0] else kept, onto)
+        d_residual = dy if ctx.needs_input_grad[3] else None
+        return (None, None, dx, d_residual, None, *(None,) * _KEPT_TENSORS, *[g for group in found for g in group])
 
 
 Walked = tuple[Tensor, list[Saved], list[tuple[Saved, ...]]]
@@ -233,14 +245,15 @@ def _walk(
     noise: Tensor | None,
 ) -> Walked:
     """Stages `start` to `end` on all rows."""
-    saves = spec.saves()
 
     def value(rows: Tensor, i: int) -> Saved:
         """The slots of the value before stage `i`, as they are saved."""
-        if not saves[i]:
+        if not spec.saves[i]:
             return None
-        signs = i < len(spec.stages) and spec.stages[i].reads_signs
-        return _stored(_slots(rows, spec.kept_at(i, kept)), noise, i, signs)
+        slots = rows if kept is None or spec.all_rows[i] else kept.gather(rows)
+        if noise is None:
+            return slots
+        return _stored(slots, noise, i, i < spec.count and spec.stages[i].reads_signs)
 
     values = [value(x, start)]
     extras: list[tuple[Saved, ...]] = []
@@ -252,14 +265,17 @@ def _walk(
         if stage.overwrites and disposable:
             out, extra = stage.overwrite(out), ()
         else:
-            out, extra = stage.forward(out, tensors[i], kept, spec.keeps_extras(i))
-        extras.append(extra if stage.exact_extras else tuple(_stored(one, noise, i + 7) for one in extra))
+            out, extra = stage.forward(out, tensors[i], kept, spec.extras[i])
+        if noise is None or stage.exact_extras:
+            extras.append(extra)
+        else:
+            extras.append(tuple(_stored(one, noise, i + 7) for one in extra))
         values.append(value(out, i + 1))
     return out, values, extras
 
 
-def _stored(rows: Tensor, noise: Tensor | None, number: int, keeps_signs: bool = False) -> Saved:
-    return rows if noise is None or not packs(rows) else pack(rows, noise, number, keeps_signs)
+def _stored(rows: Tensor, noise: Tensor, number: int, keeps_signs: bool = False) -> Saved:
+    return pack(rows, noise, number, keeps_signs) if packs(rows) else rows
 
 
 def _in_pieces(
@@ -273,7 +289,7 @@ def _in_pieces(
     """
     if kept is None or x.device.type != "cpu" or spec.autocast is not None or torch.compiler.is_compiling():
         return None
-    end = len(spec.stages)
+    end = spec.count
     while end and isinstance(spec.stages[end - 1], Noise):
         end -= 1
     if any(isinstance(stage, Noise) for stage in spec.stages[:end]):
@@ -304,12 +320,8 @@ def _in_pieces(
     out = next(rest)
     values = [of_all(value) for value in values]
     extras = [tuple(of_all(one) for one in group) for group in extras]
-    out, more_values, more_extras = _walk(spec, end, len(spec.stages), out, tensors, kept, noise)
+    out, more_values, more_extras = _walk(spec, end, spec.count, out, tensors, kept, noise)
     return out, [*values, *more_values[1:]], [*extras, *more_extras]
-
-
-def _slots(rows: Tensor, kept: Kept | None) -> Tensor:
-    return rows if kept is None else kept.gather(rows)
 
 
 def _give_back(slots: Tensor, kept: Kept | None, onto: Tensor | None) -> Tensor:
@@ -322,24 +334,24 @@ def _redo(
     spec: _Spec,
     start: int,
     end: int,
+    needed: list[bool],
     saved: Saved,
     tensors: list[Tensors],
     extras: list[tuple[Saved, ...]],
     kept: Kept | None,
 ) -> dict[int, Pull]:
     """Redo stages `start` to `end` from the saved value before them; the pull-back of each."""
-    needed = [False] * (end + 1)
-    for i in reversed(range(start, end)):
-        reads = i >= spec.first and spec.stages[i].needs_input(spec.needs[i], spec.save == "input")
-        needed[i] = reads or needed[i + 1]
     pulls = {}
     value = _unstored(saved)
     for i in range(start, end):
-        if i < spec.first and not needed[i + 1]:
+        need_output = needed[i + 1 - start]
+        if i < spec.first and not need_output:
             continue
         need_input = i > spec.first or spec.input_needs
-        extra = tuple(one for one in map(_unstored, extras[i]) if one is not None)
-        at = Point(value, tensors[i], spec.needs[i], extra, kept, needed[i + 1], need_input)
+        extra: Any = extras[i]
+        if extra:
+            extra = tuple(map(_unstored, extra))
+        at = Point(value, tensors[i], spec.needs[i], extra, kept, need_output, need_input)
         value, pulls[i] = spec.stages[i].vjp(at)
         if value is not None and spec.autocast is not None and i + 1 < end and spec.stages[i + 1].casts:
             # What is held until the next stage's turn is what it reads.

@@ -23,9 +23,9 @@ Stages hold no tensors. Parameters travel beside them, as inputs of the autograd
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,8 +55,7 @@ Pull = Callable[[Tensor], tuple[Tensor | None, tuple[Tensor | None, ...]]]
 """From the gradient of a stage's output slots to that of its input slots and of its tensors."""
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """Where a stage is differentiated: the slots of its input, its tensors, and what is wanted.
 
     `x` is None where neither the stage nor one redone behind it reads it.
@@ -316,7 +315,7 @@ class Parallel(Stage):
 
     def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
         groups = zip(self.stages, self.split(at.tensors), self.split(at.needs), strict=True)
-        pairs = [stage.vjp(replace(at, tensors=group, needs=needs)) for stage, group, needs in groups]
+        pairs = [stage.vjp(at._replace(tensors=group, needs=needs)) for stage, group, needs in groups]
         out = torch.cat([part for part, _ in pairs if part is not None], dim=-1) if at.need_output else None
 
         def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:

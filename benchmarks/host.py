@@ -1,0 +1,142 @@
+"""What a training step costs the host: the time of Python and of launching operations, on tensors too small to matter.
+
+    python benchmarks/host.py [--rounds 15] [--markdown]
+    python benchmarks/host.py --profile accurate [--model ViT]      # the functions in which it is spent
+
+On an accelerator the host launches kernels ahead of the device; where it falls behind, the device waits. One thread,
+tiny models of timm: a ViT of 12 blocks and a ConvNeXt of 18. All methods take turns; "time" is the median relative to
+the plain model in eager mode, "kernels" the number of operations that a block launches, forward and backward, without
+views, taken as the difference between models of two depths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import cProfile
+import platform
+import pstats
+from collections.abc import Callable
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import keepgrad
+from keepgrad.report import Table
+from keepgrad.timing import seconds_in_turns
+
+Make = Callable[[int], nn.Module]
+
+MODELS: dict[str, tuple[Make, int, int]] = {
+    "ViT": (
+        lambda depth: timm.models.VisionTransformer(
+            img_size=32, patch_size=8, embed_dim=32, depth=depth, num_heads=2, num_classes=4
+        ),
+        12,
+        32,
+    ),
+    "ConvNeXt": (
+        lambda depth: timm.models.ConvNeXt(depths=(depth // 2, depth // 2), dims=(16, 16), num_classes=4),
+        18,
+        32,
+    ),
+}
+METHODS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "exact": {"preset": "exact"},
+    "accurate": {"preset": "accurate"},
+    "small": {"preset": "small"},
+    "0.5": {"keep_ratio": 0.5},
+    "balanced": {"preset": "balanced"},
+    "exact, int8": {"preset": "exact", "store": "int8"},
+    "accurate, int8": {"preset": "accurate", "store": "int8"},
+    "checkpointing": None,
+}
+
+
+def built(make: Make, depth: int, method: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = make(depth).train()
+    if method == "checkpointing":
+        model.set_grad_checkpointing()
+    elif METHODS[method] is not None:
+        keepgrad.apply(model, **METHODS[method])
+    return model
+
+
+def step(model: nn.Module, x: Tensor) -> None:
+    model.zero_grad()
+    model(x).sum().backward()
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations whose result is not a view of an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = func._schema.returns
+        is_view = bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+        is_empty = func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.detach)
+        self.count += not is_view and not is_empty
+        return func(*args, **(kwargs or {}))
+
+
+def kernels_a_block(make: Make, method: str, x: Tensor) -> float:
+    counts = []
+    for depth in (4, 8):
+        model = built(make, depth, method)
+        step(model, x)
+        with Kernels() as found:
+            step(model, x)
+        counts.append(found.count)
+    return (counts[1] - counts[0]) / 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(MODELS), help="this model only")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--profile", choices=list(METHODS), metavar="METHOD", help="where the time of this method goes")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    chosen = {name: value for name, value in MODELS.items() if args.model in (None, name)}
+    if args.profile:
+        make, depth, size = next(iter(chosen.values()))
+        model, x = built(make, depth, args.profile), torch.randn(2, 3, size, size)
+        for _ in range(5):
+            step(model, x)
+        profiler = cProfile.Profile()
+        profiler.enable()
+        for _ in range(20):
+            step(model, x)
+        profiler.disable()
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+        return
+    rows = {name: [name] for name in METHODS}
+    for make, depth, size in chosen.values():
+        x = torch.randn(2, 3, size, size)
+        models = {name: built(make, depth, name) for name in METHODS}
+        steps = {name: lambda m=m, x=x: [step(m, x) for _ in range(3)] for name, m in copy.copy(models).items()}
+        seconds = seconds_in_turns(steps, args.rounds)
+        for name in METHODS:
+            rows[name] += [f"{seconds[name] / seconds['plain']:.2f}x", f"{kernels_a_block(make, name, x):g}"]
+        rows["plain"][-2] += f" ({1e3 * seconds['plain'] / 3 / depth:.2f} ms a block)"
+    head = ("method", *(cell for name in chosen for cell in (f"{name}, time", "kernels")))
+    title = f"torch {torch.__version__}, timm {timm.__version__}, {platform.machine()} CPU, 1 thread"
+    if args.markdown:
+        print(f"{title}\n")
+        for cells in (head, ("---",) * len(head), *rows.values()):
+            print("| " + " | ".join(cells) + " |")
+    else:
+        print(Table(title, head, [tuple(row) for row in rows.values()]).to_text())
+
+
+if __name__ == "__main__":
+    main()
