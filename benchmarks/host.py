@@ -39,9 +39,9 @@ MODELS: dict[str, tuple[Make, int, int]] = {
         32,
     ),
     "ConvNeXt": (
-        lambda depth: timm.models.ConvNeXt(depths=(depth // 2, depth // 2), dims=(16, 16), num_classes=4),
+        lambda depth: timm.models.ConvNeXt(depths=(0, depth, 0, 0), dims=(16, 16, 16, 16), num_classes=4),
         18,
-        32,
+        64,
     ),
 }
 METHODS: dict[str, dict[str, Any] | None] = {

@@ -109,6 +109,7 @@ def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Bl
     ratio_of = _ratios(settings, kinds, found, chosen)
     coarsest = max(block.stride for block in chosen)
     entries: list[tuple[Block, list[Site]]] = []
+    counted: dict[Any, tuple[float, float]] = {}
     skipped: list[tuple[str, str]] = []
     for block in chosen:
         sites = []
@@ -117,7 +118,7 @@ def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Bl
                 continue
             try:
                 ratio = ratio_of[kind][block.index]
-                sites.append(_site(block, kind, ratio, settings, max(1, coarsest // block.stride)))
+                sites.append(_site(block, kind, ratio, settings, max(1, coarsest // block.stride), counted))
             except Unsupported as why:
                 skipped.append((f"{block.name}.{kind}", str(why)))
         if sites:
@@ -199,7 +200,10 @@ def _ratios(
     return table
 
 
-def _site(block: Block, kind: str, ratio: float, settings: Settings, cell: int) -> Site:
+def _site(
+    block: Block, kind: str, ratio: float, settings: Settings, cell: int, counted: dict[Any, tuple[float, float]]
+) -> Site:
+    """A site. `counted` has what was found out about equal branches of the model."""
     program = block.programs[kind]
     if isinstance(program, Unsupported):
         raise program
@@ -212,7 +216,11 @@ def _site(block: Block, kind: str, ratio: float, settings: Settings, cell: int) 
             reduce = "drop"
     if program.layout is not None:
         cell = 1  # masks of windows do not nest with those of other stages
-    plain, saved = saving(program, ratio, reduce, method, save, store)
+    like = (type(block.module), kind, program.layout, program.kinds, *(p.shape for p in block.module.parameters()))
+    key = (like, ratio, reduce, method, save, store)
+    if key not in counted:
+        counted[key] = saving(program, ratio, reduce, method, save, store)
+    plain, saved = counted[key]
     tier = block.adapter.tier
     how = (ratio, settings.mask, reduce, method, save, store)
     return Site(block.name, kind, block.index, tier, *how, cell, plain, saved)

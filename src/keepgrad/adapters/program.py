@@ -44,6 +44,11 @@ class Program:
         return len(self.before) == 1 and isinstance(self.before[0].stage, Opaque) and self.attention is None
 
     @property
+    def kinds(self) -> tuple[type, ...]:
+        """The kinds of its stages besides attention."""
+        return tuple(type(step.stage) for step in (*self.before, *self.after))
+
+    @property
     def layout(self) -> tuple[int, ...] | None:
         """The shape of the positions, where the attention has one of its own."""
         return None if self.attention is None else self.attention.layout
