@@ -340,7 +340,8 @@ class Attends(nn.Module):
 
     def forward(self, x, mask=None):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=self.dropout).transpose(1, 2).flatten(2)
+        out = F.scaled_dot_product_attention(query=q, key=k, value=v, attn_mask=mask, dropout_p=self.dropout)
+        return out.transpose(1, 2).flatten(2)
 
 
 @pytest.mark.parametrize("masked", [False, True])

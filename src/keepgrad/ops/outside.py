@@ -143,13 +143,13 @@ class Outside(TorchFunctionMode):
         return (flat if held.tail is None else torch.cat([flat, held.tail])).as_strided(held.shape, held.stride)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *rest: Any, **more: Any
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **more: Any
     ) -> Tensor:
         dropout = rest[0] if rest else more.get("dropout_p", 0.0)
-        if dropout > 0 or not (packs(q) and packs(k) and packs(v)):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask, *rest, **more)
+        if dropout > 0 or not (packs(query) and packs(key) and packs(value)):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **more)
         self.number += 3
-        return _Attention.apply((rest, more), self.noise(q.device), self.number, q, k, v, attn_mask)
+        return _Attention.apply((rest, more), self.noise(query.device), self.number, query, key, value, attn_mask)
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:
