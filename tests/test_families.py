@@ -48,13 +48,12 @@ def packs_without_loss(monkeypatch):
     """Values are packed into bytes as `store="int8"` does, all of them, but with every digit."""
 
     def pack(tensor, noise, number=0, keeps_signs=False):
-        return Packed(
-            tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8), tensor.shape[-1], tensor.dtype
-        )
+        codes = tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        return Packed(codes, codes.new_empty(len(codes), 0), tensor.dtype)
 
     for module in (chain, outside):
         monkeypatch.setattr(module, "pack", pack)
-        monkeypatch.setattr(module, "unpack", lambda given: given.packed.view(given.dtype))
+        monkeypatch.setattr(module, "unpack", lambda given: given.codes.view(given.dtype))
         monkeypatch.setattr(module, "packs", lambda tensor: True)
     monkeypatch.setattr(outside, "TYPES", (torch.float32, torch.float64))
     monkeypatch.setattr(outside, "LEAST", 1)

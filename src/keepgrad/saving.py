@@ -57,7 +57,7 @@ def _saved_bytes(run: Callable[[], object], branch: Branch) -> int:
     found: set[torch.UntypedStorage] = set()
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() or tensor.dtype == torch.uint8:
+        if tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.int32):  # what is packed
             found.add(tensor.untyped_storage())
         return tensor
 

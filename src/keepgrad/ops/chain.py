@@ -180,8 +180,8 @@ class _Chain(torch.autograd.Function):
         if noise is None:
             ctx.forms = None
         else:
-            ctx.forms = [one[1:] if isinstance(one, Packed) else None for one in saved]
-            saved = [one[0] if isinstance(one, Packed) else one for one in saved]
+            ctx.forms = [one.dtype if isinstance(one, Packed) else None for one in saved]
+            saved = [t for one in saved for t in (one[:2] if isinstance(one, Packed) else (one,))]
         ctx.save_for_backward(*kept_tensors, *saved, *flat)
         if spec.adds_input:
             residual = x
@@ -195,16 +195,13 @@ class _Chain(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor):
         spec: _Spec = ctx.spec
-        count, given = spec.count, ctx.saved_tensors
-        middle = _KEPT_TENSORS + count + 1 + sum(ctx.extra_counts)
-        kept_tensors, saved, flat = given[:_KEPT_TENSORS], list(given[_KEPT_TENSORS:middle]), given[middle:]
-        del given
-        if ctx.forms is not None:
-            pairs = zip(saved, ctx.forms, strict=True)
-            saved = [one if form is None else Packed(one, *form) for one, form in pairs]
+        count, given = spec.count, iter(ctx.saved_tensors)
+        kept_tensors = [next(given) for _ in range(_KEPT_TENSORS)]
+        forms = ctx.forms or (None,) * (count + 1 + sum(ctx.extra_counts))
+        saved = [next(given) if form is None else Packed(next(given), next(given), form) for form in forms]
         values, rest = saved[: count + 1], iter(saved[count + 1 :])
         extras: list[tuple[Saved, ...]] = [tuple([next(rest) for _ in range(n)]) for n in ctx.extra_counts]
-        tensors = spec.groups(flat)
+        tensors = spec.groups(list(given))
         kept = Kept(*ctx.frame, *kept_tensors) if isinstance(ctx.frame, tuple) else ctx.frame
 
         last = None if spec.all_rows[count] else kept
@@ -306,7 +303,7 @@ def _in_pieces(
         rows = x[start : start + count]
         out, values, extras = _walk(spec, 0, end, rows, tensors, kept.of_first(len(rows)), noise)
         saved = [one for one in (*values, *(one for group in extras for one in group)) if one is not None]
-        parts = [out, *(one[0] if isinstance(one, Packed) else one for one in saved)]
+        parts = [out, *(t for one in saved for t in (one[:2] if isinstance(one, Packed) else (one,)))]
         whole = whole or [part.new_empty(x.shape[0], *part.shape[1:]) for part in parts]
         for all_samples, part in zip(whole, parts, strict=True):
             all_samples[start : start + count] = part
@@ -315,7 +312,7 @@ def _in_pieces(
     def of_all(one: Saved) -> Saved:
         if one is None:
             return None
-        return Packed(next(rest), *one[1:]) if isinstance(one, Packed) else next(rest)
+        return Packed(next(rest), next(rest), one.dtype) if isinstance(one, Packed) else next(rest)
 
     out = next(rest)
     values = [of_all(value) for value in values]

@@ -106,7 +106,8 @@ class Outside(TorchFunctionMode):
     def pack(self, tensor: Tensor) -> Any:
         held = self._pack(tensor)
         for observer in observers:
-            observer(held if isinstance(held, Tensor) else held.flat.packed)
+            for one in [held] if isinstance(held, Tensor) else held.flat[:2]:
+                observer(one)
         return held
 
     def _pack(self, tensor: Tensor) -> Tensor | _Whole:
@@ -170,16 +171,16 @@ class _Attention(torch.autograd.Function):
         rest, more = ctx.options = options
         ctx.autocast = autocast_dtype(q)
         packed = [pack(rows, noise, number + i) for i, rows in enumerate((q, k, v))]
-        ctx.forms = [one[1:] for one in packed]
-        ctx.save_for_backward(*(one.packed for one in packed), mask)
+        ctx.dtypes = [one.dtype for one in packed]
+        ctx.save_for_backward(mask, *(t for one in packed for t in one[:2]))
         return F.scaled_dot_product_attention(q, k, v, mask, *rest, **more)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        *packed, mask = ctx.saved_tensors
+        mask, *packed = ctx.saved_tensors
         rest, more = ctx.options
-        q, k, v = (unpack(Packed(*one)) for one in zip(packed, *zip(*ctx.forms, strict=True), strict=True))
+        q, k, v = (unpack(Packed(*one)) for one in zip(packed[::2], packed[1::2], ctx.dtypes, strict=True))
         tensors = (k, v) if mask is None else (k, v, mask)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

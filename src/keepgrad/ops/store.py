@@ -1,8 +1,7 @@
 """What is saved, in 8 bits.
 
-A tensor is packed into bytes in groups of neighbouring values along its last dimension, at most `GROUP` of them. A
-group is one whole number in [-126, 126] for each value, and behind them the scale they are multiplied with, a float32.
-A packed tensor is one tensor of bytes, `[..., groups, bytes of a group]`.
+A tensor is packed in groups of neighbouring values along its last dimension, at most `GROUP` of them. A group is one
+whole number in [-126, 126] for each value, a byte, and a scale that they are multiplied with, a float32.
 
 Rounding is stochastic: a value between two steps goes up with the probability that makes it right on average, so the
 error averages out over steps and over positions. The random numbers lie along the diagonals of the table of groups:
@@ -40,15 +39,17 @@ SHIFTS = 2**11
 LEVELS = 126
 TINY = 1e-30
 """The largest value of a group counts as at least this, so that no scale is zero or too small to divide by."""
-SCALE_BYTES = 4
 _SALT = 4
 
 
 class Packed(NamedTuple):
-    """A tensor of bytes, and what it is unpacked to: so many values in the last dimension, of that type."""
+    """Codes `[..., groups, values of a group]`, scales `[..., groups, 1]`, and the type to unpack to.
 
-    packed: Tensor
-    width: int
+    Scales are held as the whole numbers that have their bits, so that nobody who packs what others save rounds them.
+    """
+
+    codes: Tensor
+    scales: Tensor
     dtype: torch.dtype
 
 
@@ -75,40 +76,35 @@ def dither(step_seed: Tensor) -> Tensor:
 
 
 def pack(tensor: Tensor, noise: Tensor, number: int = 0, keeps_signs: bool = False) -> Packed:
-    """A tensor in bytes.
+    """A tensor in 8 bits.
 
     `number` tells tensors of a step apart, so that they are not rounded in the same way. With `keeps_signs` only zeros
     become zeros, for those who read signs: at a ReLU a value that is rounded to zero would lose its gradient.
     """
     group = group_of(tensor.shape[-1])
-    width = -(-group // SCALE_BYTES) * SCALE_BYTES + SCALE_BYTES  # scales lie where a float32 may
-    packed = torch.empty(*tensor.shape[:-1], tensor.shape[-1] // group, width, dtype=torch.uint8, device=tensor.device)
-    rows, (codes, scales) = tensor.reshape(-1, group), _parts(packed.view(-1, width), group)
+    shape = (*tensor.shape[:-1], tensor.shape[-1] // group)
+    codes = torch.empty(*shape, group, dtype=torch.int8, device=tensor.device)
+    scales = torch.empty(*shape, 1, dtype=torch.float32, device=tensor.device)
+    rows = tensor.reshape(-1, group)
     table = noise[number * 131 % SHIFTS :].unfold(0, group, 1)
     work = torch.empty(min(len(rows), _rows_at_once(rows)), group, dtype=torch.float32, device=tensor.device)
-    for some, some_codes, some_scales in _pieces(rows, codes, scales):
+    for some, some_codes, scale in _pieces(rows, codes.view(-1, group), scales.view(-1, 1)):
         some, code = cast(some, torch.float32), work[: len(some)]
-        scale = torch.abs(some, out=code).amax(-1, keepdim=True).clamp_(min=TINY).mul_(1 / LEVELS)
-        some_scales.copy_(scale)
-        torch.addcmul(table[: len(some)], some, scale.reciprocal_(), out=code).floor_()
+        torch.amax(torch.abs(some, out=code), -1, keepdim=True, out=scale).clamp_(min=TINY).mul_(1 / LEVELS)
+        torch.addcmul(table[: len(some)], some, scale.reciprocal(), out=code).floor_()
         some_codes.copy_(torch.where(code == 0, some.sign(), code) if keeps_signs else code)
-    return Packed(packed, tensor.shape[-1], tensor.dtype)
+    return Packed(codes, scales.view(torch.int32), tensor.dtype)
 
 
 def unpack(given: Packed) -> Tensor:
     """The tensor again, rounded."""
-    packed, width, dtype = given
-    group = width // packed.shape[-2]
-    out = torch.empty(*packed.shape[:-2], width, dtype=dtype, device=packed.device)
-    rows, (codes, scales) = out.view(-1, group), _parts(packed.view(-1, packed.shape[-1]), group)
-    for some, some_codes, some_scales in _pieces(rows, codes, scales):
-        some.copy_(some_codes).mul_(some_scales)
+    codes, scales, dtype = given
+    *shape, groups, group = codes.shape
+    out = torch.empty(*shape, groups * group, dtype=dtype, device=codes.device)
+    tables = (out.view(-1, group), codes.view(-1, group), scales.view(torch.float32).view(-1, 1))
+    for some, some_codes, scale in _pieces(*tables):
+        some.copy_(some_codes).mul_(scale)
     return out
-
-
-def _parts(packed: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """The numbers and the scales of packed rows, as views."""
-    return packed[:, :group].view(torch.int8), packed[:, -SCALE_BYTES:].view(torch.float32)
 
 
 def _rows_at_once(tensor: Tensor) -> int:
