@@ -72,6 +72,11 @@ def step(model: nn.Module, x: Tensor) -> None:
     model(x).sum().backward()
 
 
+aten = torch.ops.aten
+NO_KERNELS = {aten.empty, aten.empty_strided, aten.empty_like, aten.detach, aten._unsafe_view, aten.promote_types}
+"""Operations that launch nothing, although their result is no view by their signature."""
+
+
 class Kernels(TorchDispatchMode):
     """Counts operations whose result is not a view of an argument."""
 
@@ -82,8 +87,7 @@ class Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returns = func._schema.returns
         is_view = bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
-        is_empty = func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.detach)
-        self.count += not is_view and not is_empty
+        self.count += not is_view and func.overloadpacket not in NO_KERNELS
         return func(*args, **(kwargs or {}))
 
 

@@ -53,9 +53,9 @@ DRAWS = 8
 
 @contextlib.contextmanager
 def nearest() -> Iterator[None]:
-    halves = lambda seed: torch.full_like(dither(seed), 0.5)  # noqa: E731
+    halves = lambda seed, like: torch.full_like(dither(seed, like), 0.5)  # noqa: E731
     dither = store.dither
-    with mock.patch("keepgrad.patch.dither", halves):
+    with mock.patch("keepgrad.draw.dither", halves):
         yield
 
 

@@ -10,6 +10,7 @@ import timm
 import torch
 from PIL import Image
 
+from keepgrad.ops.chain import Chain
 from keepgrad.ops.oracle import Matrices, matrices
 from keepgrad.sampling import Kept, Layout, sample
 
@@ -75,6 +76,12 @@ def assert_same(a: dict, b: dict, **tolerance):
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(a[name], b[name], **tolerance, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def run(links, x, kept, save, residual=None, noise=None):
+    """A chain of stages and their tensors, run in the engine."""
+    chain = Chain([stage for stage, _ in links], [len(tensors) for _, tensors in links])
+    return chain.run(x, [t for _, tensors in links for t in tensors], kept, save, residual, noise)
 
 
 def groups_of(kept: Kept) -> list[list[int]]:

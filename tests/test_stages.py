@@ -5,10 +5,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import draw
+from conftest import draw, run
 
 from keepgrad import Layout
-from keepgrad.ops.chain import run
 from keepgrad.ops.stages import LayerNorm, gelu, layer_norm, linear, rms_norm
 
 WEIGHT, BIAS = torch.linspace(0.5, 2, 6), torch.linspace(-1, 1, 6)

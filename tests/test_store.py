@@ -11,19 +11,18 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import assert_same, convnext, draw, grads, images, vit
+from conftest import assert_same, convnext, draw, grads, images, run, vit
 from torch import nn
 
 import keepgrad
 from keepgrad.memory import measure, peak_bytes, saved_bytes
 from keepgrad.ops.attention import Core, SelfAttention
-from keepgrad.ops.chain import run
 from keepgrad.ops.stages import Linear, linear
 from keepgrad.ops.store import dither, pack, packs, unpack
 
 
 def noise(seed=0):
-    return dither(torch.tensor(seed))
+    return dither(seed, torch.empty(0))
 
 
 def decoded(codes, scales):

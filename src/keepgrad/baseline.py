@@ -36,20 +36,27 @@ class _Forward:
     is_of_keepgrad, is_aside, previous = True, False, None
 
     def __init__(self, block: Block, ratios: dict[str, float]) -> None:
-        self.block, self.ratios = block, ratios
+        self.block, self.run = block, _Run(block, ratios)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.is_aside or not self.block.module.training:
             return self.own(*args, **kwargs)
         try:
-            return self.block.adapter.forward(self.block.module, self._run, *args, **kwargs)
+            return self.block.adapter.forward(self.block.module, self.run, *args, **kwargs)
         except NotRows:
             return self.own(*args, **kwargs)
 
     def own(self, *args: Any, **kwargs: Any) -> Tensor:
         return type(self.block.module).forward(self.block.module, *args, **kwargs)
 
-    def _run(
+
+class _Run:
+    """Runs the branches of a block: those with a ratio by Algorithm 1, the others as they are."""
+
+    def __init__(self, block: Block, ratios: dict[str, float]) -> None:
+        self.block, self.ratios, self.kinds = block, ratios, block.kinds
+
+    def __call__(
         self,
         kind: str,
         x: Tensor,

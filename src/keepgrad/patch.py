@@ -5,12 +5,6 @@ training and the class's own forward otherwise. The model itself gets a `_RootFo
 step begins and ends, and the layer that cuts images into patches an `_EmbedForward`, which notes how many there are
 each way. Nothing else changes: no class, no module, no parameter, no buffer. All are plain picklable objects, and
 copies of a model get copies of them.
-
-Masks are drawn once a step and shared by all sites. The number they derive from is read off torch's CPU random
-stream at the first site and the stream is put back, so dropout and drop path draw what they would draw without
-keepgrad; when the step's forward ends the stream moves on by one number. So the masks are reproduced
-by whatever reproduces torch's random state. Where sites run outside the model's own forward (`forward_features`, a
-recomputed checkpoint), a site that comes a second time begins a new draw, of the random state and a count.
 """
 
 from __future__ import annotations
@@ -18,27 +12,28 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._torch import has_hooks, tree_leaves
+from ._torch import tree_leaves
 from .adapters import Block, Unsupported
 from .adapters.items import Attention, path_of
 from .adapters.position_wise import NotRows
 from .adapters.program import Program
 from .adapters.registry import PATCHES
+from .adapters.watch import Watch
 from .config import KeepConfig
+from .draw import Shared
 from .errors import AlreadyAppliedError, MapTooSmallError, NotAppliedError
 from .ops.outside import Outside
-from .ops.store import SHIFTS, dither
+from .ops.store import SHIFTS
 from .plan import Plan, Site, config_from, make_plan
-from .sampling import Kept, Layout, hashed, sample, slot_count
+from .sampling import Layout
 
 __all__ = ["apply", "exact", "plan", "remove"]
 
@@ -70,7 +65,7 @@ def apply(model: nn.Module, config: KeepConfig | None = None, **options: Any) ->
         )
     config = config_from(config, options)
     result, entries = make_plan(model, config)
-    shared = _Shared(config.seed, result.packs_the_rest)
+    shared = Shared(config.seed, result.packs_the_rest)
     for block, sites in entries:
         block.module.forward = _BlockForward(block, sites, shared)
         shared.waiting[block.name] = None
@@ -133,7 +128,7 @@ def draws_set_aside(model: nn.Module, seed: int | None = None) -> Iterator[None]
     shared = {id(patch.shared): patch.shared for _, patch in _patches(model)}.values()
     before = [dict(vars(state)) for state in shared]
     for state in shared:
-        state.draw = None
+        state.draw, state.tables = None, {}
         if seed is not None or state.counter is not None:
             state.counter = torch.tensor(seed or 0)
     try:
@@ -158,7 +153,7 @@ class _Patch:
     is_aside = False
     """True while the engine itself runs the module."""
 
-    def __init__(self, module: nn.Module, shared: _Shared) -> None:
+    def __init__(self, module: nn.Module, shared: Shared) -> None:
         self.module = module
         self.shared = shared
         self.previous: Callable[..., Any] | None = vars(module).get("forward")
@@ -179,105 +174,6 @@ def _patches(model: nn.Module) -> Iterator[tuple[nn.Module, _Patch]]:
         patch = vars(module).get("forward")
         if isinstance(patch, _Patch):
             yield module, patch
-
-
-class _Draw:
-    """The masks of one step: the number they derive from, and those drawn so far."""
-
-    def __init__(self, step_seed: Tensor) -> None:
-        self.step_seed = step_seed
-        self.kept: dict[tuple[Any, ...], Kept | None] = {}
-        self.heads: dict[tuple[int, int], Tensor] = {}
-        self.noise: dict[torch.device, Tensor] = {}
-        self.seen: set[tuple[str, str]] = set()
-
-
-class _Shared:
-    """What the patches of one model share: the draw of the current step, and whether `exact` is on."""
-
-    def __init__(self, seed: int | None, packs_the_rest: bool) -> None:
-        self.packs_the_rest = packs_the_rest
-        self.exact = False
-        self.draw: _Draw | None = None
-        self.in_root = False
-        self.redraws = 0
-        self.grids: dict[str, tuple[int, ...]] = {}  # the shapes of the patches, by the layer that makes them
-        self.waiting: dict[str, None] = {}  # the blocks that have not run in training yet
-        # A tensor, so that torch.compile does not take its value for a constant.
-        self.counter = None if seed is None else torch.tensor(seed)
-
-    def begin(self) -> None:
-        self.draw = None
-        self.in_root = True
-        self.redraws = 0
-        self.grids = {}
-
-    def end(self, is_step: bool) -> None:
-        self.in_root = False
-        if torch.compiler.is_compiling():
-            return
-        if self.draw is not None and self.counter is None:
-            torch.randint(2, ())
-        if self.waiting and is_step:
-            names, self.waiting = list(self.waiting), {}
-            warnings.warn(
-                f"keepgrad: {len(names)} patched blocks did not run in this training step (e.g. {names[0]}): "
-                "the model does not use them, or calls their parts by itself, so nothing is saved there",
-                stacklevel=3,
-            )
-
-    def draw_for(self, site: Site, device: torch.device) -> _Draw:
-        """The draw of the current step; a new one where the site has already been part of it."""
-        key = (site.name, site.kind)
-        draw = self.draw
-        if draw is None or key in draw.seen:
-            draw = self._new_draw(device)
-        draw.seen.add(key)
-        return draw
-
-    def _new_draw(self, device: torch.device) -> _Draw:
-        again = self.draw is not None or not self.in_root
-        self.draw = _Draw(self._step_seed(device, again))
-        return self.draw
-
-    def _step_seed(self, device: torch.device, again: bool) -> Tensor:
-        if self.counter is not None:
-            seed = self.counter.clone()
-            self.counter.add_(1)
-            return seed.to(device)
-        if torch.compiler.is_compiling():
-            return torch.randint(2**62, (), device=device)
-        state = torch.get_rng_state()
-        seed = torch.randint(2**62, ())
-        torch.set_rng_state(state)
-        if again:
-            self.redraws += 1
-            seed = seed + self.redraws
-        return seed.to(device)
-
-    def kept(self, draw: _Draw, site: Site, batch: int, layout: Layout) -> Kept | None:
-        """The slots of a site."""
-        key = (batch, layout, site.keep_ratio, site.mask, site.reduce)
-        if key not in draw.kept:
-            try:
-                draw.kept[key] = sample(draw.step_seed, batch, layout, site.keep_ratio, site.mask, site.reduce)
-            except MapTooSmallError as error:
-                raise MapTooSmallError(f"{site.name} ({site.kind}): {error}") from None
-        return draw.kept[key]
-
-    def heads(self, draw: _Draw, site: Site, heads: int) -> Tensor:
-        """The kept heads of a site, a random subset."""
-        key = (heads, slot_count(heads, site.keep_ratio))
-        if key not in draw.heads:
-            draw.heads[key] = hashed(draw.step_seed, 3, heads).argsort()[: key[1]]
-        return draw.heads[key]
-
-    def noise(self, device: torch.device, draw: _Draw | None = None) -> Tensor:
-        """The random numbers to round with in this step."""
-        draw = draw or self.draw or self._new_draw(device)
-        if device not in draw.noise:
-            draw.noise[device] = dither(draw.step_seed.to(device))
-        return draw.noise[device]
 
 
 class _RootForward(_Patch):
@@ -306,7 +202,7 @@ class _RootForward(_Patch):
 class _EmbedForward(_Patch):
     """Notes how many patches there are each way, for the blocks after it."""
 
-    def __init__(self, module: nn.Module, shared: _Shared, name: str) -> None:
+    def __init__(self, module: nn.Module, shared: Shared, name: str) -> None:
         super().__init__(module, shared)
         self.name = name
 
@@ -320,45 +216,45 @@ class _EmbedForward(_Patch):
 class _BlockForward(_Patch):
     """The forward of a block whose branches are sites."""
 
-    def __init__(self, block: Block, sites: list[Site], shared: _Shared) -> None:
+    def __init__(self, block: Block, sites: list[Site], shared: Shared) -> None:
         super().__init__(block.module, shared)
         self.block = block
         self.sites = {site.kind: site for site in sites}
-        self.programs = {kind: block.programs[kind] for kind in self.sites}
-        self.watch: _Watch | None = _Watch(block.module)
+        self.run: _Run | None = _Run(self, {kind: block.programs[kind] for kind in self.sites})
+        self.watch: Watch | None = Watch(block.module)
         # torch.compile cannot trace a module that is called as itself inside of its own patch.
         self.stays_plain_compiled = any(
-            isinstance(program, Program) and program.is_one_opaque_stage for program in self.programs.values()
+            isinstance(program, Program) and program.is_one_opaque_stage for program in block.programs.values()
         )
 
     def __getstate__(self) -> dict[str, Any]:
         # Programs hold functions; a copy builds its own.
-        return {**vars(self), "programs": {}, "watch": None}
+        return {**vars(self), "run": None, "watch": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.shared.exact or self.is_aside or not self.module.training or not torch.is_grad_enabled():
+        shared = self.shared
+        if shared.exact or self.is_aside or not self.module.training or not torch.is_grad_enabled():
             return self.own(*args, **kwargs)
         if torch.compiler.is_compiling():
             if self.stays_plain_compiled:
                 return self.own(*args, **kwargs)
-        elif self.shared.waiting:
-            self.shared.waiting.pop(self.block.name, None)
-        programs = self._programs()
-        if all(isinstance(program, Unsupported) for program in programs.values()):
+            run = self._new_run()
+        else:
+            if shared.waiting:
+                shared.waiting.pop(self.block.name, None)
+            if self.run is None or self.watch is None or not self.watch.holds():
+                self.run, self.watch = self._new_run(), Watch(self.module)
+            run = self.run
+        if not run.programs:
             return self.own(*args, **kwargs)
         try:
-            return self.block.adapter.forward(self.module, partial(self._run, programs), *args, **kwargs)
+            return self.block.adapter.forward(self.module, run, *args, **kwargs)
         except NotRows:
             return self.own(*args, **kwargs)
 
-    def _programs(self) -> dict[str, Program | Unsupported]:
-        """The programs of the sites, built anew if the block has changed since they were built."""
-        if torch.compiler.is_compiling():
-            return {kind: self._compile(kind) for kind in self.sites}
-        if self.watch is None or not self.watch.holds():
-            self.programs = {kind: self._compile(kind) for kind in self.sites}
-            self.watch = _Watch(self.module)
-        return self.programs
+    def _new_run(self) -> _Run:
+        """The branches as the block is now."""
+        return _Run(self, {kind: self._compile(kind) for kind in self.sites})
 
     def _compile(self, kind: str) -> Program | Unsupported:
         try:
@@ -369,61 +265,80 @@ class _BlockForward(_Patch):
                 warnings.warn(text, stacklevel=5)
             return why
 
-    def _run(
+
+class _Run:
+    """Runs the branches of a block: those with a program in the engine, the others as the lists of modules they are."""
+
+    def __init__(self, patch: _BlockForward, programs: Mapping[str, Program | Unsupported]) -> None:
+        self.block, self.sites, self.shared = patch.block, patch.sites, patch.shared
+        self.kinds = patch.block.kinds
+        self.programs = {kind: program for kind, program in programs.items() if isinstance(program, Program)}
+        self.layouts: dict[Any, Layout] = {}
+
+    def __call__(
         self,
-        programs: dict[str, Program | Unsupported],
         kind: str,
         x: Tensor,
         residual: Tensor | None = None,
         shape: tuple[int, ...] | None = None,
         **options: Any,
     ) -> Tensor:
-        site = self.sites.get(kind)
-        program = programs.get(kind)
-        if site is None or not isinstance(program, Program):
+        program = self.programs.get(kind)
+        if program is None:
             return self._call(kind, x, residual, options)
+        site = self.sites[kind]
         branch = program.bind(**options)
         kept = heads = noise = None
-        packs = site.store == "int8"
-        if site.keep_ratio < 1 or packs:
-            draw = self.shared.draw_for(site, x.device)
+        packs, reduced = site.store == "int8", site.keep_ratio < 1
+        if reduced or packs:
+            draw = self.shared.draw_for(site, x)
         if packs:
-            noise = self.shared.noise(x.device, draw)[site.index * 67 % SHIFTS :]
-        if site.keep_ratio < 1:
-            if branch.attention is not None and site.method == "head":
-                heads = self.shared.heads(draw, site, branch.attention.core.heads)
-            else:
-                layout = self._layout(x.shape[1], shape or program.layout, site.cell)
-                try:
-                    kept = self.shared.kept(draw, site, x.shape[0], layout)
-                except MapTooSmallError:
-                    if site.tier == 1:
-                        raise
-                    raise NotRows from None
+            noise = self.shared.noise(x, draw)[site.index * 67 % SHIFTS :]
+        if reduced and site.method == "head" and branch.attention is not None:
+            heads = self.shared.heads(draw, site, branch.attention.core.heads, x.device)
+        elif reduced:
+            layout = self._layout(x.shape[1], shape or program.layout, site.cell)
+            try:
+                kept = self.shared.kept(draw, site, x, layout)
+            except MapTooSmallError:
+                if site.tier == 1:
+                    raise
+                raise NotRows from None
         return branch.run(x, kept, site.save, residual, site.method, heads, noise)
 
     def _call(self, kind: str, x: Tensor, residual: Tensor | None, options: dict[str, Any]) -> Tensor:
         """The branch by its own modules, one after the other."""
-        for item in self.block.adapter.branches(self.module)[kind]:
+        for item in self.block.adapter.branches(self.block.module)[kind]:
             x = item(x, **options) if isinstance(item, Attention) else item(x)
         return x if residual is None else residual + x
 
     def _layout(self, count: int, shape: tuple[int, ...] | None, cell: int) -> Layout:
         """How `count` positions lie: as `shape` says, or as the patches of the images."""
-        if shape is not None and math.prod(shape) == count:
-            return Layout(tuple(shape), 0, cell)
-        if self.block.is_text:
+        grid = self.shared.grids.get(self.block.embed or "")
+        key = (count, shape, cell, grid)
+        layout = self.layouts.get(key)
+        if layout is None:
+            layout = self.layouts[key] = _layout_of(self.block, *key)
+        return layout
+
+
+def _layout_of(
+    block: Block, count: int, shape: tuple[int, ...] | None, cell: int, grid: tuple[int, ...] | None
+) -> Layout:
+    if shape is not None and math.prod(shape) == count:
+        return Layout(tuple(shape), 0, cell)
+    if block.is_text:
+        return Layout((count,))
+    if grid is not None and math.prod(grid) == count:
+        return Layout(grid)  # the model adds its class token in a later block (CaiT)
+    prefix = block.prefix
+    if prefix is None:
+        prefix = -1 if grid is None else count - math.prod(grid)
+        if not 0 <= prefix <= MOST_PREFIX:
             return Layout((count,))
-        grid, prefix = self.shared.grids.get(self.block.embed or ""), self.block.prefix
-        if grid is not None and math.prod(grid) == count:
-            return Layout(grid)  # the model adds its class token in a later block (CaiT)
-        if prefix is None:
-            prefix = -1 if grid is None else count - math.prod(grid)
-            if not 0 <= prefix <= MOST_PREFIX:
-                return Layout((count,))
-        if grid is None or math.prod(grid) != count - prefix:
-            grid = _like(grid, count - prefix) or (count - prefix,)
-        return Layout(grid, prefix)
+    if grid is None or math.prod(grid) != count - prefix:
+        grid = _like(grid, count - prefix) or (count - prefix,)
+    return Layout(grid, prefix)
 
 
 MOST_PREFIX = 16
@@ -439,48 +354,3 @@ def _like(grid: tuple[int, ...] | None, count: int) -> tuple[int, ...] | None:
     scale = (count / (height * width)) ** 0.5
     tall, wide = round(height * scale), round(width * scale)
     return (tall, wide) if tall * wide == count else None
-
-
-class _Watch:
-    """All that the programs of a block were built from, besides the tensors; `holds` says whether it is as it was.
-
-    This runs for every block in every step, so it reads the modules' dictionaries directly.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        self.seen = [
-            (module, type(module), own, tuple(own["_modules"].values()), _has_forward(module, block), *_facts(own))
-            for module in block.modules()
-            for own in [module.__dict__]
-        ]
-        self.hooked = [has_hooks(module) for module, *_ in self.seen]
-        self.block = block
-
-    def holds(self) -> bool:
-        for number, (module, kind, own, children, has_forward, training, p, drop_prob, absent) in enumerate(self.seen):
-            if type(module) is not kind or own["training"] is not training:
-                return False
-            modules, parameters = own["_modules"], own["_parameters"]
-            if (modules or children) and tuple(modules.values()) != children:
-                return False
-            if "forward" in own and not has_forward and module is not self.block:
-                return False
-            if has_forward and "forward" not in own:
-                return False
-            if own.get("p") != p or own.get("drop_prob") != drop_prob:
-                return False
-            if (parameters or absent) and [value is None for value in parameters.values()] != absent:
-                return False
-            some = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
-            if (some or own["_backward_pre_hooks"] or self.hooked[number]) and has_hooks(module) != self.hooked[number]:
-                return False
-        return True
-
-
-def _has_forward(module: nn.Module, block: nn.Module) -> bool:
-    return "forward" in module.__dict__ and module is not block
-
-
-def _facts(own: dict[str, Any]) -> tuple[Any, ...]:
-    """What of a module a program depends on, besides its children, hooks and forward."""
-    return own["training"], own.get("p"), own.get("drop_prob"), [v is None for v in own["_parameters"].values()]

@@ -22,15 +22,16 @@ one of them is picked:
 Shapes: rows are `[batch, positions, channels]`, slots `[batch, slots, channels]`. The number of slots depends on the
 keep-ratio and the layout alone, never on the random numbers. Prefix tokens (class, registers) are groups of one.
 
-All randomness of a mask comes from one 64-bit number, hashed with integer tensor operations: the same code
-runs in eager mode, under `torch.compile` and on every device, and consumes no random stream.
+All randomness of a mask comes from one 64-bit number, hashed, and consumes no random stream. In eager mode the number
+is a whole number of Python's, which is known without asking a device; under `torch.compile` it is a tensor. What a draw
+needs besides it is the same in every step (`_Tables`) and is made once.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,7 @@ from torch import Tensor
 
 from .errors import InputError, MapTooSmallError
 
-__all__ = ["MASKS", "REDUCTIONS", "Kept", "Layout", "hashed", "kept_indices", "sample", "slot_count"]
+__all__ = ["MASKS", "REDUCTIONS", "Kept", "Layout", "as_tensor", "hashed", "kept_indices", "sample", "slot_count"]
 
 MASKS = ("grid", "random", "block")
 REDUCTIONS = ("drop", "scaled", "fold", "pool")
@@ -66,23 +67,42 @@ class Layout(NamedTuple):
         return (1, self.shape[0]) if len(self.shape) == 1 else self.shape[-2:]  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
 class Kept:
     """The kept slots of a batch of feature maps of `positions` positions: how to gather, and how to give back.
 
     Indices are into the flattened rows `[batch * positions]`, those of slots into `[batch * slots]`: flat rows are
     gathered faster. Group tensors are None for `drop` and `scaled`, which forget the other members.
+
+    Args:
+        reduce: one of `REDUCTIONS`.
+        positions: of a feature map, with the prefix.
+        slots: of a feature map, with the prefix.
+        prefix: the number of prefix tokens.
+        picked_flat: `[batch * slots]`, the picked positions, the prefix first.
+        order_flat: `[batch * positions]`, group after group.
+        starts_flat: `[batch * slots]`, where each group begins in order_flat.
+        slot_of_flat: `[batch * positions]`, the slot of each position.
+        size: `[slots]`, how many members each group has.
     """
 
-    reduce: str
-    positions: int
-    slots: int
-    prefix: int
-    picked_flat: Tensor  # [batch * slots], the prefix first
-    order_flat: Tensor | None = None  # [batch * positions], group after group
-    starts_flat: Tensor | None = None  # [batch * slots], where each group begins in order_flat
-    slot_of_flat: Tensor | None = None  # [batch * positions], the slot of each position
-    size: Tensor | None = None  # [slots]
+    def __init__(
+        self,
+        reduce: str,
+        positions: int,
+        slots: int,
+        prefix: int,
+        picked_flat: Tensor,
+        order_flat: Tensor | None = None,
+        starts_flat: Tensor | None = None,
+        slot_of_flat: Tensor | None = None,
+        size: Tensor | None = None,
+    ) -> None:
+        self.frame = (reduce, positions, slots, prefix)
+        """What is no tensor."""
+        self.tensors = (picked_flat, order_flat, starts_flat, slot_of_flat, size)
+        self.reduce, self.positions, self.slots, self.prefix = self.frame
+        self.picked_flat, self.order_flat, self.starts_flat, self.slot_of_flat, self.size = self.tensors
+        self.made: dict[Any, Tensor] = {}  # what follows from these for a type; all sites of a step share it
 
     @property
     def picked(self) -> Tensor:
@@ -91,34 +111,41 @@ class Kept:
 
     def of_first(self, batch: int) -> Kept:
         """The slots of the first `batch` samples, or of any other `batch` of them: all share the mask."""
-        if self.order_flat is None:
-            return replace(self, picked_flat=self.picked_flat[: batch * self.slots])
-        assert self.starts_flat is not None
-        assert self.slot_of_flat is not None
-        return replace(
-            self,
-            picked_flat=self.picked_flat[: batch * self.slots],
-            order_flat=self.order_flat[: batch * self.positions],
-            starts_flat=self.starts_flat[: batch * self.slots],
-            slot_of_flat=self.slot_of_flat[: batch * self.positions],
-        )
+        counts = (self.slots, self.positions, self.slots, self.positions)
+        indices: Any = [None if t is None else t[: batch * n] for t, n in zip(self.tensors, counts, strict=False)]
+        part = Kept(*self.frame, *(*indices, self.size))
+        part.made = self.made
+        return part
 
     def _group_sum(self, rows: Tensor) -> Tensor:
-        flat = rows.reshape(-1, rows.shape[-1])
+        batch, _, channels = rows.shape
+        flat = rows.reshape(-1, channels)
         if flat.shape[0] == 0:
-            return rows.new_zeros(rows.shape[0], self.slots, rows.shape[-1])
+            return rows.new_zeros(batch, self.slots, channels)
         assert self.order_flat is not None
-        sums = F.embedding_bag(self.order_flat, flat, self.starts_flat, mode="sum")
-        return sums.view(rows.shape[0], self.slots, rows.shape[-1])
+        assert self.starts_flat is not None
+        return torch.embedding_bag(flat, self.order_flat, self.starts_flat)[0].view(batch, self.slots, channels)
 
-    def _share(self, slots: Tensor) -> Tensor:
-        assert self.size is not None
-        return slots / self.size.to(slots.dtype).unsqueeze(-1)
+    def _share_of_slots(self, dtype: torch.dtype) -> Tensor:
+        """One divided by the number of members of each slot, `[slots, 1]`."""
+        key = ("slots", dtype)
+        if key not in self.made:
+            assert self.size is not None
+            self.made[key] = self.size.to(dtype).reciprocal().unsqueeze(-1)
+        return self.made[key]
+
+    def _share_of_positions(self, dtype: torch.dtype) -> Tensor:
+        """The same for the group of each position, `[positions, 1]`."""
+        key = ("positions", dtype)
+        if key not in self.made:
+            assert self.slot_of_flat is not None
+            self.made[key] = self._share_of_slots(dtype).index_select(0, self.slot_of_flat[: self.positions])
+        return self.made[key]
 
     def gather(self, rows: Tensor) -> Tensor:
         """The activations that stand for each slot."""
         if self.reduce == "pool":
-            return self._share(self._group_sum(rows))
+            return self._group_sum(rows).mul_(self._share_of_slots(rows.dtype))
         return _select(rows, self.picked_flat, self.slots)
 
     def gather_grad(self, grad: Tensor) -> Tensor:
@@ -134,8 +161,11 @@ class Kept:
         """The input gradient of every position, added to `onto` where given; `onto` itself is not changed."""
         if self.size is not None:
             assert self.slot_of_flat is not None
-            grad = _select(self._share(slots), self.slot_of_flat, self.positions)
-            return grad if onto is None else grad.add_(onto)
+            grad = _select(slots, self.slot_of_flat, self.positions)
+            if grad.shape[0] == 0:
+                return grad
+            share = self._share_of_positions(slots.dtype)
+            return grad.mul_(share) if onto is None else torch.addcmul(onto, grad, share, out=grad)
         batch, _, channels = slots.shape
         rows = slots.reshape(-1, channels)
         if onto is None:
@@ -149,29 +179,28 @@ class Kept:
         """What to add to the attention scores of each slot as a key `[1, slots]`: the logarithm of its multiplicity."""
         if self.size is None:
             return None
-        return self.size.to(torch.promote_types(dtype, torch.float32)).log().to(dtype).unsqueeze(0)
+        key = ("keys", dtype)
+        if key not in self.made:
+            self.made[key] = self.size.to(torch.promote_types(dtype, torch.float32)).log().to(dtype).unsqueeze(0)
+        return self.made[key]
 
     def causal_bias(self, dtype: torch.dtype) -> Tensor:
         """What to add to the scores of slots as keys `[slots, slots]` where no query may see what is after it.
 
         It is the logarithm of how many members of the key's group are not after the query.
         """
+        key = ("causal", dtype)
+        if key not in self.made:
+            self.made[key] = self._causal_bias(dtype)
+        return self.made[key]
+
+    def _causal_bias(self, dtype: torch.dtype) -> Tensor:
         if self.size is None:
             seen = self.picked.unsqueeze(1) >= self.picked
             return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
         assert self.slot_of_flat is not None
         members = F.one_hot(self.slot_of_flat[: self.positions], self.slots).cumsum(0)
         return members.index_select(0, self.picked).to(torch.promote_types(dtype, torch.float32)).log().to(dtype)
-
-    @property
-    def frame(self) -> tuple[str, int, int, int]:
-        """The fields that are no tensors."""
-        return (self.reduce, self.positions, self.slots, self.prefix)
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The fields that are tensors."""
-        return (self.picked_flat, self.order_flat, self.starts_flat, self.slot_of_flat, self.size)
 
 
 def slot_count(positions: int, keep_ratio: float) -> int:
@@ -187,16 +216,25 @@ def kept_indices(layout: Layout, keep_ratio: float, mask: str = "grid", seed: in
     """
     if mask not in MASKS or not 0 < keep_ratio <= 1:
         raise InputError(f"mask={mask!r}, keep_ratio={keep_ratio!r}: give one of {MASKS} and a number in (0, 1]")
-    kept = sample(torch.tensor(seed), 1, layout, keep_ratio, mask, "drop")
+    kept = sample(seed, 1, layout, keep_ratio, mask, "drop")
     picked = torch.arange(layout.positions) if kept is None else kept.picked
     return picked.sort().values
 
 
-def sample(step_seed: Tensor, batch: int, layout: Layout, keep_ratio: float, mask: str, reduce: str) -> Kept | None:
-    """Draw the slots of one feature map, on the device of `step_seed`; None where everything is kept.
+def sample(
+    step_seed: int | Tensor,
+    batch: int,
+    layout: Layout,
+    keep_ratio: float,
+    mask: str,
+    reduce: str,
+    device: torch.device | None = None,
+    tables: MutableMapping[Any, _Tables] | None = None,
+) -> Kept | None:
+    """Draw the slots of one feature map; None where everything is kept.
 
     Args:
-        step_seed: one 64-bit integer, without dimensions; the only source of randomness.
+        step_seed: one 64-bit number, the only source of randomness: a whole number, or a tensor without dimensions.
         batch: the number of samples; all of them share the mask.
         layout: the positions. With `layout.cell` > 1 and a reduction that forgets (drop, scaled), the mask is drawn on
             the map of cells and enlarged, so that it covers what the same draw keeps at the coarser stage; where
@@ -204,10 +242,14 @@ def sample(step_seed: Tensor, batch: int, layout: Layout, keep_ratio: float, mas
         keep_ratio: the share of positions to keep, in (0, 1].
         mask: one of `MASKS`.
         reduce: one of `REDUCTIONS`.
+        device: where the indices are needed; by default where `step_seed` is.
+        tables: where what is the same in every step is kept from one step to the next.
 
     Raises:
         MapTooSmallError: if the feature map is smaller than one group.
     """
+    if isinstance(step_seed, Tensor):
+        device = step_seed.device
     forgets = reduce in ("drop", "scaled")
     cell, (height, width) = layout.cell, layout.tall_and_wide
     frames = math.prod(layout.shape[:-2])
@@ -224,33 +266,95 @@ def sample(step_seed: Tensor, batch: int, layout: Layout, keep_ratio: float, mas
     slots = slot_count(count, keep_ratio)
     if slots >= count:
         return None
-    order, starts, picked = _grouping(step_seed, frames, height, width, slots, mask)
+    key = (batch, layout, slots, mask, forgets, device)
+    found = None if tables is None else tables.get(key)
+    if found is None:
+        found = _tables(batch, layout.prefix, (frames, height, width), slots, mask, device)
+        if tables is not None:
+            tables[key] = found
+    positions = layout.positions
+    order, picked = _grouping(step_seed, found, (frames, height, width), mask)
     if cell > 1:
         picked = _enlarge(picked, width, cell)
-    prefix = torch.arange(layout.prefix, device=picked.device)
-    positions = layout.positions
-    picked = torch.cat([prefix, picked + layout.prefix])
+    if layout.prefix:
+        picked = torch.cat([found.prefix, picked + layout.prefix])
     slots = picked.shape[0]
-    sample_index = torch.arange(batch, device=picked.device).unsqueeze(1)
-    shift = sample_index * positions
-    picked_flat = (shift + picked).flatten()
+    picked_flat = (found.samples * positions + picked).view(-1)
     if forgets:
         return Kept(reduce, positions, slots, layout.prefix, picked_flat)
-    order = torch.cat([prefix, order + layout.prefix])
-    starts = torch.cat([prefix, starts + layout.prefix])
-    size = torch.diff(starts, append=starts.new_full((1,), positions))
-    rank = torch.arange(positions, device=order.device)
-    slot_in_order = torch.bucketize(rank, starts, right=True) - 1
-    slot_of = torch.empty_like(order).scatter_(0, order, slot_in_order)
-    order_flat, starts_flat = (shift + order).flatten(), (shift + starts).flatten()
-    slot_of_flat = (sample_index * slots + slot_of).flatten()
-    return Kept(reduce, positions, slots, layout.prefix, picked_flat, order_flat, starts_flat, slot_of_flat, size)
+    if layout.prefix:
+        order = torch.cat([found.prefix, order + layout.prefix])
+    slot_of = torch.empty_like(order).scatter_(0, order, found.slot_in_order)
+    order_flat = (found.samples * positions + order).view(-1)
+    slot_of_flat = (found.samples * slots + slot_of).view(-1)
+    indices = (picked_flat, order_flat, found.starts_flat, slot_of_flat, found.size)
+    return Kept(reduce, positions, slots, layout.prefix, *indices)
+
+
+class _Tables(NamedTuple):
+    """What is the same in every draw of a feature map.
+
+    The first four are of the map alone, without the prefix: the ways in which the positions may be ordered, where each
+    group starts in an order, how many members it has, and for `block` how the order is taken apart afterwards.
+    The others are for all positions: the prefix, the numbers of the samples as a column, the slot of each place in the
+    order, where groups start in that of all samples, and the sizes.
+    """
+
+    orders: tuple[Tensor, ...]
+    starts: Tensor
+    sizes: Tensor
+    apart: Tensor | None
+    prefix: Tensor
+    samples: Tensor
+    slot_in_order: Tensor
+    starts_flat: Tensor
+    size: Tensor
+
+
+def _tables(
+    batch: int, prefix_count: int, shape: tuple[int, int, int], slots: int, mask: str, device: torch.device | None
+) -> _Tables:
+    frames, height, width = shape
+    count = frames * height * width
+    rank = torch.arange(count, device=device)
+    index = torch.arange(slots, device=device)
+    starts, apart = index * count // slots, None
+    orders: tuple[Tensor, ...] = ()
+    if mask != "random":
+        frame, row, col = rank // (height * width), rank // width % height, rank % width
+        curves = (_bands(row, col, width), _bands(col, row, height))
+        orders = tuple((frame * 2 * count + curve).argsort() for curve in curves)
+    if mask == "block":
+        # Member j of group i is the (i + j * slots)-th position of the turned order.
+        apart = (rank % slots * count + rank // slots).argsort()
+        starts = index * (count // slots) + index.clamp(max=count % slots)
+    prefix = torch.arange(prefix_count, device=device)
+    samples = torch.arange(batch, device=device).unsqueeze(1)
+    all_starts = torch.cat([prefix, starts + prefix_count])
+    positions = count + prefix_count
+    slot_in_order = torch.bucketize(torch.arange(positions, device=device), all_starts, right=True) - 1
+    return _Tables(
+        orders,
+        starts,
+        torch.diff(starts, append=starts.new_full((1,), count)),
+        apart,
+        prefix,
+        samples,
+        slot_in_order,
+        (samples * positions + all_starts).view(-1),
+        torch.diff(all_starts, append=starts.new_full((1,), positions)),
+    )
 
 
 def _select(rows: Tensor, index: Tensor, count: int) -> Tensor:
     """`count` rows of each sample by their flat index."""
     batch, _, channels = rows.shape
     return rows.reshape(-1, channels).index_select(0, index).view(batch, count, channels)
+
+
+def as_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
+    """A seed on a device. A whole number travels as the argument of a kernel, which needs no copy."""
+    return seed if isinstance(seed, Tensor) else torch.full((), seed, device=device)
 
 
 def hashed(seed: Tensor, salt: int, count: int) -> Tensor:
@@ -273,42 +377,56 @@ def _mix(bits: Tensor) -> Tensor:
     return bits ^ ((bits >> 31) & (2**33 - 1))
 
 
-def _grouping(
-    seed: Tensor, frames: int, height: int, width: int, slots: int, mask: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The order of the positions, where each group starts in it, and the picked position of each group.
+def _grouping(seed: int | Tensor, tables: _Tables, shape: tuple[int, int, int], mask: str) -> tuple[Tensor, Tensor]:
+    """The order of the positions, in which groups follow one another, and the picked position of each group.
 
     Frames follow one another, so groups are neighbours within a frame.
     """
-    count = frames * height * width
-    rank = torch.arange(count, device=seed.device)
-    starts = torch.arange(slots, device=seed.device) * count // slots
+    starts, sizes = tables.starts, tables.sizes
+    count, width = math.prod(shape), shape[-1]
     if mask == "random":
-        order = hashed(seed, 1, count).argsort()
-        return order, starts, order[starts]
-
-    phase, shift, turned = hashed(seed, 2, 3).unbind()
-    frame, row, col = rank // (height * width), rank // width % height, rank % width
-    curve = torch.where(turned % 2 == 0, _bands(row, col, width), _bands(col, row, height))
-    order = (frame * 2 * count + curve).argsort()
-    if mask == "block":
-        # Member j of group i is the (i + j * slots)-th position of the turned order.
-        order = order[(rank + shift) % count]
-        group, member = rank % slots, rank // slots
-        order = order[(group * count + member).argsort()]
-        larger = count % slots
-        index = torch.arange(slots, device=seed.device)
-        starts = index * (count // slots) + index.clamp(max=larger)
-        return order, starts, order[starts]
-
+        order = hashed(as_tensor(seed, starts.device), 1, count).argsort()
+        return order, order.index_select(0, starts)
+    phase: Any
+    shift: Any
+    if isinstance(seed, Tensor):
+        phase, shift, turned = hashed(seed, 2, 3)
+        order = torch.where(turned % 2 == 0, *tables.orders)
+    else:
+        phase, shift, way = _hashed_numbers(seed, 2, 3)
+        order = tables.orders[way % 2]
     # Groups of two sizes begin anywhere, so that every position is as likely to be in a large group. Groups of one
     # size begin at the end of a band, so that they stay tiles.
-    order = order[(rank + (shift if count % slots else shift // 2 * 2)) % count]
-    size = torch.diff(starts, append=starts.new_full((1,), count))
-    first = order[starts]
-    alternate = first // width + first % width
-    member = (phase + torch.where(size == 2, alternate, 0)) % size
-    return order, starts, order[starts + member]
+    one_size = mask == "grid" and count % len(starts) == 0
+    order = _rolled(order, shift // 2 * 2 if one_size else shift)
+    if tables.apart is not None:
+        order = order.index_select(0, tables.apart)
+        return order, order.index_select(0, starts)
+    member = phase % sizes
+    if count // len(starts) <= 2:  # pairs alternate
+        first = order.index_select(0, starts)
+        alternate = first // width + first % width
+        member = torch.where(sizes == 2, (phase + alternate) % 2, member)
+    return order, order.index_select(0, starts + member)
+
+
+def _rolled(order: Tensor, shift: Any) -> Tensor:
+    """The order, begun `shift` places later."""
+    if isinstance(shift, int):
+        return order.roll(-(shift % len(order)))
+    return order[(torch.arange(len(order), device=order.device) + shift) % len(order)]
+
+
+def _hashed_numbers(seed: int, salt: int, count: int) -> list[int]:
+    """`hashed` of a whole number, as whole numbers: the same bits."""
+
+    def mix(bits: int) -> int:
+        bits = (bits ^ (bits >> 30)) * -4658895280553007687 % 2**64
+        bits = (bits ^ (bits >> 27)) * -7723592293110705685 % 2**64
+        return bits ^ (bits >> 31)
+
+    start = seed + (salt << 32) * _STRIDE
+    return [mix(mix((start + i * _STRIDE) % 2**64)) % 2**62 for i in range(count)]
 
 
 def _bands(row: Tensor, col: Tensor, width: int) -> Tensor:

@@ -31,12 +31,11 @@ def saving(program: Program, keep_ratio: float, reduce: str, method: str, save: 
     dtype = next((t.dtype for t in _tensors(branch)), torch.float32)
     x = torch.empty(1, math.prod(shape), program.width or 1, dtype=dtype, device="meta", requires_grad=True)
     kept = heads = None
-    seed = torch.empty((), dtype=torch.int64, device="meta")
-    noise = dither(seed) if store == "int8" else None
+    noise = dither(0, x) if store == "int8" else None
     if keep_ratio < 1 and attention is not None and method == "head":
         heads = torch.empty(slot_count(attention.core.heads, keep_ratio), dtype=torch.int64, device="meta")
     elif keep_ratio < 1:
-        kept = sample(seed, 1, Layout(shape), max(keep_ratio, 1 / math.prod(shape)), "random", reduce)
+        kept = sample(0, 1, Layout(shape), max(keep_ratio, 1 / math.prod(shape)), "random", reduce, x.device)
     plain = _saved_bytes(lambda: branch.plain(x), branch)
     ours = _saved_bytes(lambda: branch.run(x, kept, save, None, method, heads, noise), branch)
     unit = x.shape[1] * x.element_size()

@@ -32,7 +32,7 @@ class Step(NamedTuple):
     refs: tuple[Ref, ...] = ()
 
     def bind(self) -> tuple[Stage, tuple[Tensor, ...]]:
-        return self.stage, tuple(ref() for ref in self.refs)
+        return self.stage, tuple([ref() for ref in self.refs])
 
 
 class Scale(NamedTuple):

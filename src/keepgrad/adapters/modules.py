@@ -22,7 +22,7 @@ from .items import LinearOf, Ref, Step, Unsupported, path_of
 
 __all__ = [
     *("SCALES", "STEPS", "drop_path", "gate", "global_response_norm", "is_plain", "layer_norm", "one_step", "opaque"),
-    *("out_width", "reads", "rms_norm", "rows_of_map", "side_by_side", "steps_for", "steps_of", "width_of"),
+    *("out_width", "read", "reads", "rms_norm", "rows_of_map", "side_by_side", "steps_for", "steps_of", "width_of"),
 ]
 
 
@@ -38,9 +38,15 @@ def _is_patched(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "is_of_keepgrad", False)
 
 
+def read(module: nn.Module, name: str) -> Ref:
+    """Where to read a tensor of a module: in the dictionary of its parameters, or wherever else it is."""
+    parameters: dict[str, Any] = module._parameters
+    return partial(parameters.__getitem__ if name in parameters else partial(getattr, module), name)
+
+
 def reads(module: nn.Module, *names: str) -> tuple[Ref, ...]:
     """Where to read these tensors of a module, without those that are None."""
-    return tuple(partial(getattr, module, name) for name in names if getattr(module, name, None) is not None)
+    return tuple(read(module, name) for name in names if getattr(module, name, None) is not None)
 
 
 Build = Callable[[Any], list[Step]]
@@ -219,16 +225,16 @@ def opaque(module: nn.Module) -> Step:
         finally:
             patch.is_aside = False
 
-    refs = tuple(partial(_parameter, module, name) for name in names)
+    refs = tuple(_parameter(module, name) for name in names)
     if all(t.dim() < 2 for t in named.values()):
         return Step(Pointwise(fn), refs)
     return Step(Opaque(fn, out_features=getattr(module, "out_features", None)), refs)
 
 
-def _parameter(module: nn.Module, name: str) -> Tensor:
-    """The parameter of that name as it is now."""
+def _parameter(module: nn.Module, name: str) -> Ref:
+    """Where to read the parameter of that name."""
     path, _, last = name.rpartition(".")
-    return getattr(module.get_submodule(path), last)
+    return read(module.get_submodule(path), last)
 
 
 def one_step(layer: Any) -> Step:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .._torch import has_hooks
 from ..ops.attention import Core, Part, add_dense, rotate, row_norm
 from ..ops.branch import BoundAttention, Branch
+from ..ops.chain import Chain
 from ..ops.stages import Linear, Noise, Opaque, Parallel, Pointwise
 from .items import Attention, Ref, Scale, Step, Unsupported, path_of
 from .modules import SCALES, is_plain, one_step, out_width, steps_of, width_of
@@ -32,7 +33,7 @@ class Program:
     def __init__(self, before: list[Step], attention: _AttentionSteps | None, after: list[Step]) -> None:
         self.before, self.attention, self.after = before, attention, after
         self.width = width_of([*before, attention.projection] if attention else before)
-        self.memory: dict[Any, Any] = {}
+        self.chains: dict[Any, Chain] = {}
 
     @property
     def has_attention(self) -> bool:
@@ -68,9 +69,9 @@ class Program:
         """
         before = [step.bind() for step in self.before]
         if self.attention is None:
-            return Branch(before, memory=self.memory)
+            return Branch(before, chains=self.chains)
         attention = self.attention.bind(attn_mask, is_causal, rope, bias_tensors)
-        return Branch(before, attention, [step.bind() for step in self.after], self.memory)
+        return Branch(before, attention, [step.bind() for step in self.after], self.chains)
 
 
 class _AttentionSteps:
@@ -100,6 +101,9 @@ class _AttentionSteps:
         self.q_parts = [*_norm_part(given.q_norm), *given.q_parts]
         self.k_parts = [*_norm_part(given.k_norm), *given.k_parts]
         self.out_parts = [] if given.gate is None else _norm_part(given.gate_norm)
+        self.before_biases = [ref for _, refs in (*self.q_parts, *self.k_parts) for ref in refs]
+        self.bias_refs = [ref for _, refs in given.biases for ref in refs]
+        self.after_biases = [ref for _, refs in self.out_parts for ref in refs]
         self.sections = tuple(sections)
         self.layout = given.layout
         self.cores: dict[tuple[bool, ...], Core] = {}
@@ -117,16 +121,12 @@ class _AttentionSteps:
         core = self.cores.get(kind)
         if core is None:
             core = self.cores[kind] = self._core(*kind)
-        turned = () if rope is None else rope
-        tensors = (
-            *turned,
-            *(ref() for _, refs in self.q_parts for ref in refs),
-            *(ref() for _, refs in self.k_parts for ref in refs),
-            *(bias_tensors or (ref() for _, refs in given.biases for ref in refs)),
-            *(one for one in (bias, attn_mask) if one is not None),
-            *(ref() for _, refs in self.out_parts for ref in refs),
-        )
-        return BoundAttention(self.projection.bind(), core, tensors, given.dropout())
+        tensors = [] if rope is None else list(rope)
+        tensors += [ref() for ref in self.before_biases]
+        tensors += bias_tensors or [ref() for ref in self.bias_refs]
+        tensors += [one for one in (bias, attn_mask) if one is not None]
+        tensors += [ref() for ref in self.after_biases]
+        return BoundAttention(self.projection.bind(), core, tuple(tensors), given.dropout())
 
     def _core(self, has_mask: bool, is_causal: bool, has_rope: bool, has_bias: bool) -> Core:
         given = self.given

@@ -16,8 +16,10 @@ class RunBranch(Protocol):
     """Runs the branch `kind` of a block in the engine, or as the list of modules it is.
 
     `x` is rows `[batch, positions, channels]`. `residual` is added to the result. `shape` is that of the map the
-    rows come from, where the block's forward knows it. `options` go to attention.
+    rows come from, where the block's forward knows it. `options` go to attention. `kinds` are the block's branches.
     """
+
+    kinds: tuple[str, ...]
 
     def __call__(
         self,
@@ -54,7 +56,7 @@ class Adapter:
     def forward(self, m: Any, run: RunBranch, *args: Any, **options: Any) -> Any:
         """The block's forward in training, with its branches given to `run`. `options` go to attention."""
         (x,) = args
-        for kind in self.branches(m):
+        for kind in run.kinds:
             x = run(kind, x, x, **(options if kind == "attention" else {}))
         return x
 

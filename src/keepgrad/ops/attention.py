@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..sampling import Kept
-from .stages import Linear, Parallel, Point, Pull, Stage, Tensors, partial_vjp
+from .stages import Linear, Parallel, Point, Pull, Stage, Tensors, cast, partial_vjp
 
 __all__ = ["METHODS", "Core", "Part", "Places", "SelfAttention", "add_dense", "rotate", "row_norm"]
 
@@ -103,29 +103,66 @@ class Core:
 
         `key_bias` is added to the scores too; where it is given it takes care of causality.
         """
-        rest = iter(tensors)
-        heads = self.heads if q_at.heads is None else len(q_at.heads)
-        kv_heads = self.kv_heads if q_at.heads is None else len(q_at.heads)
-        q = rows[0].unflatten(-1, (heads, -1)).transpose(1, 2)
-        k, v = (one.unflatten(-1, (kv_heads, -1)).transpose(1, 2) for one in rows[1:3])
-        turned = () if self.turn is None else tuple(next(rest) for _ in range(self.turn.tensors))
-        for part in self.q_parts:
-            q = part.fn(q, q_at, *(next(rest) for _ in range(part.tensors)))
-        for part in self.k_parts:
-            k = part.fn(k, k_at, *(next(rest) for _ in range(part.tensors)))
+        q, k, v = self.split_heads(rows, q_at)
+        given = tensors
+        if self.turn is not None:
+            turned, given = tensors[: self.turn.tensors], tensors[self.turn.tensors :]
+        q, given = _through(self.q_parts, q, q_at, given)
+        k, given = _through(self.k_parts, k, k_at, given)
         if self.turn is not None:
             q, k = self.turn.fn(q, q_at, *turned), self.turn.fn(k, k_at, *turned)
-        added = [part.fn(q, q_at, k_at, *(next(rest) for _ in range(part.tensors))) for part in self.biases]
-        if key_bias is not None:
-            added.append(key_bias)
-        elif self.causal and added:
-            added.append(torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril())
-        is_causal = self.causal and key_bias is None and not added
-        mask = None if not added else added[0] if len(added) == 1 else sum(_added(one, q.dtype) for one in added)
-        out = attend(q, k, v, mask, dropout, is_causal, self.scale, heads != kv_heads).transpose(1, 2).flatten(2)
-        for part in self.out_parts:
-            out = part.fn(out, q_at, *(next(rest) for _ in range(part.tensors)))
+        added = []
+        for part in self.biases:
+            added.append(part.fn(q, q_at, k_at, *given[: part.tensors]))
+            given = given[part.tensors :]
+        out = self.join_heads(self.attend(q, k, v, added, key_bias, dropout))
+        out, _ = _through(self.out_parts, out, q_at, given)
         return out if self.gate is None else out * self.gate(rows[3])
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is scores, softmax and values alone."""
+        return not (self.turn or self.q_parts or self.k_parts or self.biases or self.out_parts or self.gate)
+
+    def split_heads(self, rows: Sequence[Tensor], at: Places) -> list[Tensor]:
+        """Rows `[batch, n, heads * dim]` of q, k and v as `[batch, heads, n, dim]`."""
+        count = None if at.heads is None else len(at.heads)
+        numbers = (count or self.heads, count or self.kv_heads, count or self.kv_heads)
+        return [
+            one.view(*one.shape[:2], number, one.shape[2] // number).transpose(1, 2)
+            for one, number in zip(rows, numbers, strict=False)
+        ]
+
+    @staticmethod
+    def join_heads(out: Tensor) -> Tensor:
+        batch, heads, count, dim = out.shape
+        return out.transpose(1, 2).reshape(batch, count, heads * dim)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        added: Sequence[Tensor] = (),
+        key_bias: Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """Softmax of the scores and of what is added to them, times the values."""
+        if key_bias is not None:
+            added = [*added, key_bias]
+        elif self.causal and added:
+            added = [*added, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()]
+        is_causal = self.causal and not added
+        mask = None if not added else added[0] if len(added) == 1 else sum(_added(one, q.dtype) for one in added)
+        return attend(q, k, v, mask, dropout, is_causal, self.scale, q.shape[1] != k.shape[1])
+
+
+def _through(parts: tuple[Part, ...], rows: Tensor, at: Places, tensors: Tensors) -> tuple[Tensor, Tensors]:
+    """Rows through functions, and the tensors that are left for the next."""
+    for part in parts:
+        rows = part.fn(rows, at, *tensors[: part.tensors])
+        tensors = tensors[part.tensors :]
+    return rows, tensors
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -283,10 +320,7 @@ class SelfAttention(Stage):
             places = Places(at.kept.picked)
             key_bias = at.kept.causal_bias(qkv.dtype) if self.core.causal else at.kept.key_bias(qkv.dtype)
 
-        def core(qkv: Tensor, *tensors: Tensor) -> Tensor:
-            return self.core(self.sections(qkv), tensors, places, places, key_bias)
-
-        out, pull_core = partial_vjp(core, qkv, tensors, needs)
+        out, pull_core = self._vjp_core(qkv, tensors, needs, places, key_bias)
 
         def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
             d_qkv, d_core = pull_core(grad)
@@ -296,6 +330,27 @@ class SelfAttention(Stage):
             return dx, (*found, *d_core)
 
         return out, pull
+
+    def _vjp_core(
+        self, qkv: Tensor, tensors: Tensors, needs: tuple[bool, ...], places: Places, key_bias: Tensor | None
+    ) -> tuple[Tensor, Pull]:
+        if not self.core.is_bare or torch.compiler.is_compiling():
+
+            def core(qkv: Tensor, *tensors: Tensor) -> Tensor:
+                return self.core(self.sections(qkv), tensors, places, places, key_bias)
+
+            return partial_vjp(core, qkv, tensors, needs)
+        # Only what has to be is in the graph: each of its nodes costs as much as a small kernel.
+        q, k, v = leaves = [t.detach().requires_grad_() for t in self.core.split_heads(self.sections(qkv), places)]
+        with torch.enable_grad():
+            graph = self.core.attend(q, k, v, key_bias=key_bias)
+
+        def pull(grad: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+            (grad,) = self.core.split_heads([cast(grad, graph.dtype)], places)
+            found = torch.autograd.grad(graph, leaves, grad)
+            return torch.cat([self.core.join_heads(one) for one in found], -1), ()
+
+        return self.core.join_heads(graph.detach()), pull
 
     def _vjp_queries(self, at: Point, kept: Kept, rows: Tensors) -> tuple[Tensor, Pull]:
         tensors, needs = self.split_tensors(at.tensors)[1], self.split_tensors(at.needs)[1]

@@ -10,21 +10,19 @@ after it run in the engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..sampling import Kept
 from .attention import Core, SelfAttention
-from .chain import run, run_stages
+from .chain import Chain, run_stages
 from .stages import Linear, Link, Parallel, Tensors
 
 __all__ = ["BoundAttention", "Branch"]
 
 
-@dataclass(frozen=True)
-class BoundAttention:
+class BoundAttention(NamedTuple):
     """The attention of a branch: the projection to q, k and v as a link, what is done with them, and its tensors."""
 
     projection: Link
@@ -49,33 +47,27 @@ class BoundAttention:
             return True  # heads share a key, or a norm of their outputs
         return reduced and method != "qkv" and not self.cuttable
 
-    def link(self, method: str, heads: Tensor | None) -> Link:
-        """It as a stage of a chain."""
+    def stage(self, method: str) -> SelfAttention:
+        """It as a stage of a chain, whose tensors are those of the projection, its own, and the heads if given."""
         stage, tensors = self.projection
         assert isinstance(stage, (Linear, Parallel))
-        picked = () if heads is None else (heads,)
-        counts = (len(tensors), len(self.tensors))
-        return SelfAttention(method, stage, self.core, counts), (*tensors, *self.tensors, *picked)
+        return SelfAttention(method, stage, self.core, (len(tensors), len(self.tensors)))
 
     def attend(self, qkv: Tensor) -> Tensor:
         """Attention of the projection's output, under plain autograd."""
         return self.core(qkv.split(self.core.sections, -1), self.tensors, dropout=self.dropout)
 
 
-@dataclass(frozen=True)
-class Branch:
+class Branch(NamedTuple):
     """The stages of a branch with their tensors; `attention` lies between `before` and `after`.
 
-    `memory` is kept by whoever builds the same branch in every step: what follows from the stages alone.
+    `chains` is kept by whoever builds the same branch in every step: the chains that were made of its stages.
     """
 
     before: Sequence[Link]
     attention: BoundAttention | None = None
     after: Sequence[Link] = ()
-    memory: dict[Any, Any] | None = None
-
-    def _specs(self, part: Any) -> dict[Any, Any] | None:
-        return None if self.memory is None else self.memory.setdefault(part, {})
+    chains: dict[Any, Chain] | None = None
 
     def run(
         self,
@@ -87,19 +79,33 @@ class Branch:
         heads: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
-        """All positions forward, the kept slots or heads backward; the residual is added. `noise` is that of `run`."""
+        """All positions forward, the kept slots or heads backward; the residual is added. `noise` is `Chain`'s."""
         attention = self.attention
         if attention is None:
-            return run(self.before, x, kept, save, residual, noise, self._specs(None))
+            return self._chain("all", self.before).run(x, _tensors(self.before), kept, save, residual, noise)
         reduced = kept is not None or heads is not None
         if attention.is_whole(reduced, method, save, noise is not None):
             links = [*self.before, attention.projection]
-            out = attention.attend(run(links, x, kept, save, None, noise, self._specs("before")))
-            return run(self.after, out, kept, save, residual, noise, self._specs("after"))
+            qkv = self._chain("before", links).run(x, _tensors(links), kept, save, None, noise)
+            out = attention.attend(qkv)
+            return self._chain("after", self.after).run(out, _tensors(self.after), kept, save, residual, noise)
         method = method if reduced else "qkv"
-        link = attention.link(method, heads)
-        specs = self._specs((method, id(attention.core)))
-        return run([*self.before, link, *self.after], x, kept, save, residual, noise, specs)
+        given = (*attention.projection[1], *attention.tensors) + (() if heads is None else (heads,))
+        key = (method, id(attention.core))
+        chain = None if self.chains is None else self.chains.get(key)
+        if chain is None:
+            chain = self._chain(key, [*self.before, (attention.stage(method), given), *self.after])
+        tensors = [*_tensors(self.before), *given, *_tensors(self.after)]
+        return chain.run(x, tensors, kept, save, residual, noise)
+
+    def _chain(self, key: Any, links: Sequence[Link]) -> Chain:
+        """The chain of some links, made once."""
+        chain = None if self.chains is None else self.chains.get(key)
+        if chain is None:
+            chain = Chain([stage for stage, _ in links], [len(tensors) for _, tensors in links])
+            if self.chains is not None:
+                self.chains[key] = chain
+        return chain
 
     def plain(self, x: Tensor) -> Tensor:
         """The branch under ordinary autograd."""
@@ -116,8 +122,12 @@ class Branch:
 
         attention = self.attention
         if attention is not None:
-            attention = replace(attention, projection=bare(attention.projection), tensors=_bare(attention.tensors))
+            attention = attention._replace(projection=bare(attention.projection), tensors=_bare(attention.tensors))
         return Branch([bare(link) for link in self.before], attention, [bare(link) for link in self.after])
+
+
+def _tensors(links: Sequence[Link]) -> list[Tensor]:
+    return [t for _, tensors in links for t in tensors]
 
 
 def _bare(tensors: Tensors) -> Tensors:

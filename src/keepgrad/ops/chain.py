@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from ..sampling import Kept
 from .stages import Link, Noise, Point, Pull, Stage, Tensors, autocast_dtype, cast
 from .store import Packed, pack, packs, unpack
 
-__all__ = ["SAVES", "engine", "run", "run_stages"]
+__all__ = ["SAVES", "Chain", "engine", "run_stages"]
 
 SAVES = ("heavy", "input")
 PIECE_BYTES = 2**24
@@ -45,52 +45,63 @@ class _Engine(threading.local):
 engine = _Engine()
 
 
-def run(
-    links: Sequence[Link],
-    x: Tensor,
-    kept: Kept | None,
-    save: str,
-    residual: Tensor | None = None,
-    noise: Tensor | None = None,
-    specs: dict[Any, _Spec] | None = None,
-) -> Tensor:
-    """Run a chain on `x`, all positions forward and the kept slots backward.
+class Chain:
+    """Stages in a row, with `counts` tensors each. What follows from them is worked out once for each way to run."""
 
-    Args:
-        links: the stages and their tensors.
-        x: rows `[batch, positions, channels]`.
-        kept: the slots of the backward pass; None keeps every position.
-        save: one of `SAVES`.
-        residual: what to add to the output, `x` itself or another tensor.
-        noise: random numbers to round with, where what is saved is stored in 8 bits (see `store`).
-        specs: where what follows from these stages alone is kept from one step to the next.
+    def __init__(self, stages: Sequence[Stage], counts: Sequence[int]) -> None:
+        self.stages, self.counts = tuple(stages), tuple(counts)
+        self.specs: dict[Any, _Spec] = {}
 
-    Returns:
-        The output of the chain, plus the residual.
-    """
-    flat = [t for _, tensors in links for t in tensors]
-    needs = tuple([t.requires_grad for t in flat])
-    input_needs = x.requires_grad
-    if not torch.is_grad_enabled() or not (input_needs or True in needs):
-        out = run_stages(links, x)
-        return out if residual is None else residual + out
-    key = (needs, input_needs, save, kept is not None, residual is x, autocast_dtype(x))
-    compiling = torch.compiler.is_compiling()
-    spec = None if specs is None or compiling else specs.get(key)
-    if spec is None:
-        spec = _Spec(tuple(stage for stage, _ in links), tuple(len(tensors) for _, tensors in links), *key)
-        if specs is not None and not compiling:
-            specs[key] = spec
-    kept_tensors = (None,) * _KEPT_TENSORS if kept is None else kept.tensors
-    frame = None if kept is None else kept.frame if compiling else kept
-    arguments = (spec, frame, x, None if residual is x else residual, noise, *kept_tensors, *flat)
-    if noise is None or compiling:
-        return _Chain.apply(*arguments)
-    engine.saves = True
-    try:
-        return _Chain.apply(*arguments)
-    finally:
-        engine.saves = False
+    def run(
+        self,
+        x: Tensor,
+        tensors: Sequence[Tensor],
+        kept: Kept | None,
+        save: str,
+        residual: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:
+        """Run the chain on `x`, all positions forward and the kept slots backward.
+
+        Args:
+            x: rows `[batch, positions, channels]`.
+            tensors: those of all stages, in order.
+            kept: the slots of the backward pass; None keeps every position.
+            save: one of `SAVES`.
+            residual: what to add to the output, `x` itself or another tensor.
+            noise: random numbers to round with, where what is saved is stored in 8 bits (see `store`).
+
+        Returns:
+            The output of the chain, plus the residual.
+        """
+        needs = tuple([t.requires_grad for t in tensors])
+        input_needs = x.requires_grad
+        if not (input_needs or True in needs) or not torch.is_grad_enabled():
+            out = self.plain(x, tensors)
+            return out if residual is None else residual + out
+        adds_input = residual is x
+        if adds_input:
+            residual = None
+        key = (needs, input_needs, save, kept is not None, adds_input, autocast_dtype(x))
+        if torch.compiler.is_compiling():
+            spec = _Spec(self.stages, self.counts, *key)
+            frame, indices = (None, ()) if kept is None else (kept.frame, kept.tensors)
+            return _Chain.apply(spec, frame, x, residual, noise, *indices, *tensors)
+        found = self.specs.get(key)
+        if found is None:
+            found = self.specs[key] = _Spec(self.stages, self.counts, *key)
+        if noise is None:
+            return _Chain.apply(found, kept, x, residual, None, *tensors)
+        engine.saves = True
+        try:
+            return _Chain.apply(found, kept, x, residual, noise, *tensors)
+        finally:
+            engine.saves = False
+
+    def plain(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """The same under ordinary autograd."""
+        rest = iter(tensors)
+        return run_stages([(s, tuple(islice(rest, n))) for s, n in zip(self.stages, self.counts, strict=True)], x)
 
 
 def run_stages(links: Sequence[Link], x: Tensor) -> Tensor:
@@ -100,13 +111,25 @@ def run_stages(links: Sequence[Link], x: Tensor) -> Tensor:
     return x
 
 
+class _Turn(NamedTuple):
+    """A stage in backward: which one, and what it has to do there."""
+
+    place: int
+    stage: Stage
+    needs: tuple[bool, ...]
+    need_output: bool
+    need_input: bool
+    casts_output: bool
+
+
 class _Spec:
     """All of a chain that is not a tensor, and what follows from it.
 
     `first` is the first stage whose backward has to run. `saves` tells whether the value before each stage, and after
     the last one, is saved, `all_rows` whether it is needed at every position, `extras` whether a stage saves what it
-    needs besides its input. A segment is a run of stages that is redone from the saved value before it: where it begins
-    and ends, and for each value in it whether it is needed.
+    needs besides its input. A segment is a run of stages that is redone from the saved value before it: where it
+    begins, and the turns of its stages. `overwrites` tells whether a stage may write over the value before it, if that
+    is not saved.
     """
 
     def __init__(
@@ -124,6 +147,8 @@ class _Spec:
         self.count = len(stages)
         ends = [sum(counts[: i + 1]) for i in range(self.count)]
         self.places = [(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        self.tensor_count = sum(counts)
+        self.no_gradients: list[tuple[Tensor | None, ...]] = [(None,) * count for count in counts]
         self.needs = [needs[start:end] for start, end in self.places]
         self.first = 0 if input_needs else next(i for i, own in enumerate(self.needs) if any(own))
         redo = save == "input"
@@ -136,53 +161,56 @@ class _Spec:
             self.saves[i + 1] = needed and (wanted or not stage.redoable(reduced))
             needed = reads[i] or (needed and not self.saves[i + 1])
         self.saves[0] = needed
+        self.saved_at = [i for i, saves in enumerate(self.saves) if saves]
         # Noise is always saved, because it cannot be redone.
         self.extras = [not stage.heavy or (i >= self.first and not redo) for i, stage in enumerate(stages)]
         self.all_rows = [any(stage.reads_all for stage in stages[i:]) for i in range(self.count + 1)]
-        self.segments: list[tuple[int, int, list[bool]]] = []
+        self.overwrites = [stage.overwrites and i > 0 and stages[i - 1].makes_new for i, stage in enumerate(stages)]
+        self.segments: list[tuple[int, list[_Turn]]] = []
         end = self.count
         while end > self.first:
             start = next(i for i in reversed(range(end)) if i == 0 or self.saves[i])
-            later = [False] * (end - start + 1)
+            needed, turns = False, []
             for i in reversed(range(start, end)):
-                later[i - start] = reads[i] or later[i - start + 1]
-            self.segments.append((start, end, later))
+                if i >= self.first or needed:
+                    casts = autocast is not None and i + 1 < end and stages[i + 1].casts
+                    turns.append(_Turn(i, stages[i], self.needs[i], needed, i > self.first or input_needs, casts))
+                needed = reads[i] or needed
+            self.segments.append((start, turns[::-1]))
             end = start
 
     def groups(self, flat: Sequence[Tensor]) -> list[Tensors]:
         """A flat list of tensors, stage by stage."""
         return [tuple(flat[start:end]) for start, end in self.places]
 
-    def context(self, device: torch.device) -> AbstractContextManager:
-        """The autocast state of the forward pass, without its cache: that would hand casts made here, which carry no
-        graph, to other users of a weight."""
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(device.type, dtype=self.autocast, cache_enabled=False)
-
 
 class _Chain(torch.autograd.Function):
+    """`kept` is a Kept; under torch.compile its frame, with its tensors before the others."""
+
     @staticmethod
     def forward(
-        ctx, spec: _Spec, frame: Any, x: Tensor, residual: Tensor | None, noise: Tensor | None, *rest: Tensor
+        ctx, spec: _Spec, kept: Any, x: Tensor, residual: Tensor | None, noise: Tensor | None, *tensors: Tensor
     ) -> Tensor:
-        kept_tensors, flat = rest[:_KEPT_TENSORS], rest[_KEPT_TENSORS:]
-        kept = Kept(*frame, *kept_tensors) if isinstance(frame, tuple) else frame
-        tensors = spec.groups(flat)
-        with spec.context(x.device):
-            walked = _in_pieces(spec, x, tensors, kept, noise)
-            out, values, extras = walked or _walk(spec, 0, spec.count, x, tensors, kept, noise)
-        ctx.spec, ctx.frame = spec, frame
-        ctx.extra_counts = [len(group) for group in extras]
-        ctx.branch_dtype = out.dtype
-        ctx.input_dtype = x.dtype
-        saved = [*values, *(one for group in extras for one in group)]
-        if noise is None:
-            ctx.forms = None
+        ctx.spec, ctx.kept = spec, kept
+        indices: tuple[Tensor, ...] = ()
+        if isinstance(kept, tuple):
+            indices, tensors = tensors[:_KEPT_TENSORS], tensors[_KEPT_TENSORS:]
+            kept = Kept(*kept, *indices)
+        if spec.autocast is None:
+            out, values, extras = _forward(spec, x, spec.groups(tensors), kept, noise)
         else:
+            # Its cache would hand casts made here, which carry no graph, to other users of a weight.
+            with torch.autocast(x.device.type, dtype=spec.autocast, cache_enabled=False):
+                out, values, extras = _forward(spec, x, spec.groups(tensors), kept, noise)
+        ctx.extra_counts = [len(group) for group in extras]
+        ctx.dtypes = out.dtype, x.dtype
+        saved: list[Any] = [value for value, saves in zip(values, spec.saves, strict=True) if saves]
+        saved += [one for group in extras for one in group]
+        ctx.forms = None
+        if noise is not None:
             ctx.forms = [one.dtype if isinstance(one, Packed) else None for one in saved]
             saved = [t for one in saved for t in (one[:2] if isinstance(one, Packed) else (one,))]
-        ctx.save_for_backward(*kept_tensors, *saved, *flat)
+        ctx.save_for_backward(*indices, *tensors, *saved)
         if spec.adds_input:
             residual = x
         if residual is None:
@@ -192,44 +220,17 @@ class _Chain(torch.autograd.Function):
         return out.add_(residual) if in_place else residual + out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy: Tensor):
-        spec: _Spec = ctx.spec
-        count, given = spec.count, iter(ctx.saved_tensors)
-        kept_tensors = [next(given) for _ in range(_KEPT_TENSORS)]
-        forms = ctx.forms or (None,) * (count + 1 + sum(ctx.extra_counts))
-        saved = [next(given) if form is None else Packed(next(given), next(given), form) for form in forms]
-        values, rest = saved[: count + 1], iter(saved[count + 1 :])
-        extras: list[tuple[Saved, ...]] = [tuple([next(rest) for _ in range(n)]) for n in ctx.extra_counts]
-        tensors = spec.groups(list(given))
-        kept = Kept(*ctx.frame, *kept_tensors) if isinstance(ctx.frame, tuple) else ctx.frame
-
-        last = None if spec.all_rows[count] else kept
-        grad: Tensor | None = cast(dy if last is None else last.gather_grad(dy), ctx.branch_dtype)
-        found: list[tuple[Tensor | None, ...]] = [(None,) * len(needs) for needs in spec.needs]
-        owned = last is not None
-        with spec.context(dy.device):
-            for start, end, needed in spec.segments:
-                pulls = _redo(spec, start, end, needed, values[start], tensors, extras, kept)
-                for i in reversed(range(max(start, spec.first), end)):
-                    assert grad is not None
-                    if spec.stages[i].overwrites and not owned:
-                        grad = grad.clone()
-                    grad, found[i] = pulls[i](grad)
-                    owned = spec.stages[i].makes_new
-                    del pulls[i]
-        dx = None
-        if spec.input_needs:
-            assert grad is not None
-            grad = cast(grad, ctx.input_dtype)
-            onto = cast(dy, ctx.input_dtype) if spec.adds_input else None
-            dx = _give_back(grad, None if spec.all_rows[0] else kept, onto)
-        d_residual = dy if ctx.needs_input_grad[3] else None
-        return (None, None, dx, d_residual, None, *(None,) * _KEPT_TENSORS, *[g for group in found for g in group])
+        # The decorator costs as much as a stage; it is for gradients of gradients, which it refuses.
+        return _backward_once(ctx, dy) if torch.is_grad_enabled() else _backward(ctx, dy)
 
 
 Walked = tuple[Tensor, list[Saved], list[tuple[Saved, ...]]]
 """An output, the saved values before each stage and after the last one, and the extras of each stage."""
+
+
+def _forward(spec: _Spec, x: Tensor, tensors: list[Tensors], kept: Kept | None, noise: Tensor | None) -> Walked:
+    return _in_pieces(spec, x, tensors, kept, noise) or _walk(spec, 0, spec.count, x, tensors, kept, noise)
 
 
 def _walk(
@@ -242,33 +243,29 @@ def _walk(
     noise: Tensor | None,
 ) -> Walked:
     """Stages `start` to `end` on all rows."""
-
-    def value(rows: Tensor, i: int) -> Saved:
-        """The slots of the value before stage `i`, as they are saved."""
-        if not spec.saves[i]:
-            return None
-        slots = rows if kept is None or spec.all_rows[i] else kept.gather(rows)
-        if noise is None:
-            return slots
-        return _stored(slots, noise, i, i < spec.count and spec.stages[i].reads_signs)
-
-    values = [value(x, start)]
+    values: list[Saved] = [_value(spec, start, x, kept, noise) if spec.saves[start] else None]
     extras: list[tuple[Saved, ...]] = []
-    extra: Tensors
+    extra: tuple[Saved, ...]
     out = x
     for i in range(start, end):
         stage = spec.stages[i]
-        disposable = i > start and spec.stages[i - 1].makes_new and out is not values[-1]
-        if stage.overwrites and disposable:
+        if spec.overwrites[i] and i > start and out is not values[-1]:
             out, extra = stage.overwrite(out), ()
         else:
             out, extra = stage.forward(out, tensors[i], kept, spec.extras[i])
-        if noise is None or stage.exact_extras:
-            extras.append(extra)
-        else:
-            extras.append(tuple(_stored(one, noise, i + 7) for one in extra))
-        values.append(value(out, i + 1))
+        if noise is not None and extra and not stage.exact_extras:
+            extra = tuple([_stored(one, noise, i + 7) for one in extra])
+        extras.append(extra)
+        values.append(_value(spec, i + 1, out, kept, noise) if spec.saves[i + 1] else None)
     return out, values, extras
+
+
+def _value(spec: _Spec, i: int, rows: Tensor, kept: Kept | None, noise: Tensor | None) -> Saved:
+    """The slots of the value before stage `i`, as they are saved."""
+    slots = rows if kept is None or spec.all_rows[i] else kept.gather(rows)
+    if noise is None:
+        return slots
+    return _stored(slots, noise, i, i < spec.count and spec.stages[i].reads_signs)
 
 
 def _stored(rows: Tensor, noise: Tensor, number: int, keeps_signs: bool = False) -> Saved:
@@ -321,38 +318,91 @@ def _in_pieces(
     return out, [*values, *more_values[1:]], [*extras, *more_extras]
 
 
-def _give_back(slots: Tensor, kept: Kept | None, onto: Tensor | None) -> Tensor:
-    if kept is not None:
-        return kept.give_back(slots, onto)
-    return slots if onto is None else slots + onto
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    spec: _Spec = ctx.spec
+    kept, given, first = ctx.kept, ctx.saved_tensors, 0
+    if isinstance(kept, tuple):
+        first = _KEPT_TENSORS
+        kept = Kept(*kept, *given[:first])
+    last = first + spec.tensor_count
+    tensors, saved = spec.groups(given[first:last]), given[last:]
+    if ctx.forms is not None:
+        rest = iter(saved)
+        saved = [next(rest) if form is None else Packed(next(rest), next(rest), form) for form in ctx.forms]
+    place = len(spec.saved_at)
+    values = dict(zip(spec.saved_at, saved, strict=False))
+    extras: list[Any] = []
+    for count in ctx.extra_counts:
+        extras.append(saved[place : place + count])
+        place += count
+    del given, saved
+
+    branch_dtype, input_dtype = ctx.dtypes
+    slots = None if spec.all_rows[-1] else kept
+    grad: Tensor | None = cast(dy if slots is None else slots.gather_grad(dy), branch_dtype)
+    is_owned = slots is not None
+    if spec.autocast is None:
+        grad, found = _through(spec, grad, is_owned, values, tensors, extras, kept)
+    else:
+        with torch.autocast(dy.device.type, dtype=spec.autocast, cache_enabled=False):
+            grad, found = _through(spec, grad, is_owned, values, tensors, extras, kept)
+    dx = None
+    if spec.input_needs:
+        assert grad is not None
+        dx = cast(grad, input_dtype)
+        onto = cast(dy, input_dtype) if spec.adds_input else None
+        if kept is not None and not spec.all_rows[0]:
+            dx = kept.give_back(dx, onto)
+        elif onto is not None:
+            dx = dx + onto
+    d_residual = dy if ctx.needs_input_grad[3] else None
+    return (None, None, dx, d_residual, None, *(None,) * first, *[one for group in found for one in group])
+
+
+_backward_once = once_differentiable(_backward)
+
+
+def _through(
+    spec: _Spec,
+    grad: Tensor | None,
+    is_owned: bool,
+    values: dict[int, Saved],
+    tensors: list[Tensors],
+    extras: list[Any],
+    kept: Kept | None,
+) -> tuple[Tensor | None, list[tuple[Tensor | None, ...]]]:
+    """The gradient of the chain's output slots back to its input slots, and those of the tensors of each stage.
+
+    Each segment is redone from the saved value before it, and then goes back stage by stage.
+    """
+    found = spec.no_gradients.copy()
+    for start, turns in spec.segments:
+        pulls = _redo(spec, turns, values.pop(start, None), tensors, extras, kept)
+        for turn in reversed(turns):
+            if turn.place < spec.first:
+                break
+            assert grad is not None
+            if turn.stage.overwrites and not is_owned:
+                grad = grad.clone()
+            grad, found[turn.place] = pulls.pop()(grad)
+            is_owned = turn.stage.makes_new
+    return grad, found
 
 
 def _redo(
-    spec: _Spec,
-    start: int,
-    end: int,
-    needed: list[bool],
-    saved: Saved,
-    tensors: list[Tensors],
-    extras: list[tuple[Saved, ...]],
-    kept: Kept | None,
-) -> dict[int, Pull]:
-    """Redo stages `start` to `end` from the saved value before them; the pull-back of each."""
-    pulls = {}
+    spec: _Spec, turns: list[_Turn], saved: Saved, tensors: list[Tensors], extras: list[Any], kept: Kept | None
+) -> list[Pull]:
+    """Redo the stages of a segment from the saved value before it; the pull-back of each."""
+    pulls: list[Pull] = []
     value = _unstored(saved)
-    for i in range(start, end):
-        need_output = needed[i + 1 - start]
-        if i < spec.first and not need_output:
-            continue
-        need_input = i > spec.first or spec.input_needs
-        extra: Any = extras[i]
+    for i, stage, needs, need_output, need_input, casts_output in turns:
+        extra = extras[i]
         if extra:
-            extra = tuple(map(_unstored, extra))
-        at = Point(value, tensors[i], spec.needs[i], extra, kept, need_output, need_input)
-        value, pulls[i] = spec.stages[i].vjp(at)
-        if value is not None and spec.autocast is not None and i + 1 < end and spec.stages[i + 1].casts:
-            # What is held until the next stage's turn is what it reads.
-            value = cast(value, spec.autocast)
+            extra = [_unstored(one) for one in extra]
+        value, pull = stage.vjp(Point(value, tensors[i], needs, extra, kept, need_output, need_input))
+        pulls.append(pull)
+        if casts_output and value is not None:
+            value = value.to(spec.autocast)  # what is held until the next stage's turn is what it reads
     return pulls
 
 

@@ -64,11 +64,11 @@ class Outside(TorchFunctionMode):
     Args:
         parameters: those of the model.
         others: its buffers and inputs.
-        noise: gives the random numbers to round with, for a device.
+        noise: gives the random numbers to round a tensor with.
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], others: Iterable[Tensor], noise: Callable[[torch.device], Tensor]
+        self, parameters: Iterable[Tensor], others: Iterable[Tensor], noise: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__()
         weights = list(parameters)
@@ -130,7 +130,7 @@ class Outside(TorchFunctionMode):
         found = made.get(key)
         if found is None:
             self.number += 1
-            noise, signs, whole = self.noise(tensor.device), self.caller in READS_SIGNS, count - count % GROUP
+            noise, signs, whole = self.noise(tensor), self.caller in READS_SIGNS, count - count % GROUP
             tail = flat[whole:].clone() if whole < count else None
             found = made[key] = pack(flat[:whole], noise, self.number, signs), tail
         packed, tail = found
@@ -150,7 +150,7 @@ class Outside(TorchFunctionMode):
         if dropout > 0 or not (packs(query) and packs(key) and packs(value)):
             return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **more)
         self.number += 3
-        return _Attention.apply((rest, more), self.noise(query.device), self.number, query, key, value, attn_mask)
+        return _Attention.apply((rest, more), self.noise(query), self.number, query, key, value, attn_mask)
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:

@@ -51,6 +51,8 @@ __all__ = [
 ]
 
 Tensors = tuple[Tensor, ...]
+_gelu_backward = torch.ops.aten.gelu_backward.grad_input
+_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 Pull = Callable[[Tensor], tuple[Tensor | None, tuple[Tensor | None, ...]]]
 """From the gradient of a stage's output slots to that of its input slots and of its tensors."""
 
@@ -148,7 +150,7 @@ class Gelu(Pointwise):
 
         def pull(grad: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
             grad = cast(grad, x.dtype)
-            torch.ops.aten.gelu_backward.grad_input(grad, x, approximate=self.approximate, grad_input=grad)
+            _gelu_backward(grad, x, approximate=self.approximate, grad_input=grad)
             return grad, ()
 
         return self.fn(x) if at.need_output else None, pull
@@ -163,22 +165,21 @@ class LayerNorm(Pointwise):
     makes_new = True
 
     def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
-        assert at.x is not None
-        x, tensors = at.x, at.tensors
-        dtypes = (x.dtype, *(t.dtype for t in tensors))
+        x, tensors, needs, _, _, _, need_input = at
+        assert x is not None
+        given = (x, *tensors)
         if autocast_dtype(x) is not None:
-            x, tensors = cast(x, torch.float32), tuple(cast(t, torch.float32) for t in tensors)
-        if any(t.dtype != x.dtype for t in tensors):
-            return super().vjp(at)
+            x, *tensors = (cast(t, torch.float32) for t in given)  # type: ignore[assignment]
         weight, bias = tensors
+        if weight.dtype != x.dtype or bias.dtype != x.dtype:
+            return super().vjp(at)
         out, mean, rstd = torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
-        mask = [at.need_input, *at.needs]
+        mask = [need_input, *needs]
 
         def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
             grad = cast(grad, x.dtype)
-            found = torch.ops.aten.native_layer_norm_backward(grad, x, self.shape, mean, rstd, weight, bias, mask)
-            wanted = zip(found, dtypes, mask, strict=True)
-            dx, *rest = (cast(g, dtype) if need else None for g, dtype, need in wanted)
+            found = _layer_norm_backward(grad, x, self.shape, mean, rstd, weight, bias, mask)
+            dx, *rest = [None if g is None else cast(g, t.dtype) for g, t in zip(found, given, strict=True)]
             return dx, tuple(rest)
 
         return out, pull
@@ -233,64 +234,68 @@ class Linear(Stage):
     casts = True
     makes_new = True
 
-    def _split(self, tensors: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-        """Weight, bias and scale, or anything in their order; None for those that are not there."""
-        weight, *rest = tensors
-        bias = rest.pop(0) if self.has_bias else None
-        return weight, bias, rest[0] if self.scaled else None
-
     def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
-        weight, bias, scale = self._split(tensors)
-        out = F.linear(x, weight, bias)
-        if scale is None:
-            return out, ()
+        if not self.scaled:
+            return F.linear(x, *tensors), ()
+        *layer, scale = tensors
+        out = F.linear(x, *layer)
         # Autograd would need the product's other factor; the engine does not.
         in_place = not torch.is_grad_enabled() and out.dtype == scale.dtype
         return out.mul_(scale) if in_place else out * scale, ()
 
     def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
+        x, tensors, needs, _, _, need_output, need_input = at
         out = None
-        if at.need_output:
-            assert at.x is not None
-            out = self.forward(at.x, at.tensors, None, False)[0]
+        if need_output:
+            assert x is not None
+            out = self.forward(x, tensors, None, False)[0]
         # Handed over, not shared: backward frees it half-way, before it makes a gradient of the same size.
-        held, tensors, needs, need_input = [at.x], at.tensors, at.needs, at.need_input
+        held = [x]
         return out, lambda grad: self.backward(held.pop(), tensors, needs, grad, need_input)
 
     def backward(
         self, x: Tensor | None, tensors: Tensors, needs: tuple[bool, ...], grad: Tensor, need_input: bool
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
         """The gradients of the input and of the tensors, at input rows `x` (None if no weight needs one)."""
-        weight, bias, scale = self._split(tensors)
-        weight_needs, bias_needs, scale_needs = self._split(needs)
+        weight = tensors[0]
         dtype = autocast_dtype(grad) or weight.dtype
-        dy = cast(grad, dtype).flatten(0, -2)
-        outer: Any = None
-        if weight_needs or scale_needs:
-            assert x is not None
-            outer = dy.t() @ cast(x, dtype).flatten(0, -2)
-        total: Any = dy.sum(0) if bias_needs or (scale_needs and bias is not None) else None
-        found: list[Tensor | None] = []
-        if scale is None:
-            found.append(cast(outer, weight.dtype) if weight_needs else None)
-            if bias is not None:
-                found.append(cast(total, bias.dtype) if bias_needs else None)
+        dy = cast(grad, dtype).reshape(-1, grad.shape[-1])
+        found: tuple[Tensor | None, ...]
+        if self.scaled:
+            found, weight = self._backward_scaled(x, tensors, needs, dy)
         else:
-            found.append(cast(outer * scale.unsqueeze(1), weight.dtype) if weight_needs else None)
-            if bias is not None:
-                found.append(cast(total * scale, bias.dtype) if bias_needs else None)
-            shift = 0 if total is None else bias * total
-            found.append(cast((weight * outer).sum(1) + shift, scale.dtype) if scale_needs else None)
-        del x, outer
-        dx: Tensor | None = None
-        if need_input:
-            factor = weight if scale is None else weight * scale.unsqueeze(1)
-            dx = (dy @ cast(factor, dtype)).unflatten(0, grad.shape[:-1])
-        return dx, tuple(found)
+            d_weight = None
+            if needs[0]:
+                assert x is not None
+                d_weight = cast(dy.t().mm(cast(x, dtype).reshape(-1, x.shape[-1])), weight.dtype)
+            found = (d_weight,)
+            if self.has_bias:
+                found = (d_weight, cast(dy.sum(0), tensors[1].dtype) if needs[1] else None)
+        del x
+        dx = dy.mm(cast(weight, dtype)).view(*grad.shape[:-1], weight.shape[1]) if need_input else None
+        return dx, found
+
+    def _backward_scaled(
+        self, x: Tensor | None, tensors: Tensors, needs: tuple[bool, ...], dy: Tensor
+    ) -> tuple[tuple[Tensor | None, ...], Tensor]:
+        """The gradients of weight, bias and scale, and the weight times the scale."""
+        weight, bias, scale = tensors if self.has_bias else (tensors[0], None, tensors[1])
+        scale_needs, column = needs[-1], scale.unsqueeze(1)
+        outer: Any = None
+        if needs[0] or scale_needs:
+            assert x is not None
+            outer = dy.t().mm(cast(x, dy.dtype).reshape(-1, x.shape[-1]))
+        found = [cast(outer * column, weight.dtype) if needs[0] else None]
+        shift: Any = 0
+        if bias is not None:
+            total = dy.sum(0) if needs[1] or scale_needs else dy
+            found.append(cast(total * scale, bias.dtype) if needs[1] else None)
+            shift = bias * total if scale_needs else 0
+        found.append(cast((weight * outer).sum(1) + shift, scale.dtype) if scale_needs else None)
+        return tuple(found), weight * column
 
     def needs_input(self, needs: tuple[bool, ...], redo: bool) -> bool:
-        weight, _, scale = self._split(needs)
-        return weight or bool(scale)
+        return needs[0] or (self.scaled and needs[-1])
 
 
 @dataclass(frozen=True)

@@ -69,10 +69,15 @@ def group_of(width: int) -> int:
     return next(found, width)
 
 
-def dither(step_seed: Tensor) -> Tensor:
-    """The random numbers of a step, in (0, 1), for `pack`; a function of the seed alone."""
-    count = _rows_at_once(step_seed) + MOST_GROUP + 2 * SHIFTS
-    return ((hashed(step_seed, _SALT, count) & 1023) + 0.5) / 1024
+def dither(step_seed: int | Tensor, like: Tensor) -> Tensor:
+    """The random numbers of a step, in [0, 1), to `pack` tensors like that one; a function of the seed alone."""
+    count = _rows_at_once(like) + MOST_GROUP + 2 * SHIFTS
+    if isinstance(step_seed, Tensor):
+        return (hashed(step_seed, _SALT, count) & 1023) / 1024
+    if is_fake(like) or like.is_meta:
+        return torch.empty(count, device=like.device)
+    generator = torch.Generator(like.device).manual_seed(step_seed)
+    return torch.rand(count, generator=generator, device=like.device)
 
 
 def pack(tensor: Tensor, noise: Tensor, number: int = 0, keeps_signs: bool = False) -> Packed:

@@ -1,0 +1,135 @@
+"""The random draw of a training step: its masks, kept heads and rounding noise, shared by all sites of a model.
+
+The number from which they derive is read off torch's CPU random stream at the first site and the stream is put back, so
+dropout and drop path draw what they would draw without keepgrad; when the step's forward ends, the stream moves on by
+one number. So the masks are reproduced by whatever reproduces torch's random state. Where sites run outside the
+model's own forward (`forward_features`, a recomputed checkpoint), a site that comes a second time begins a new draw, of
+the random state and a count.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._torch import is_fake
+from .errors import MapTooSmallError
+from .ops.store import dither
+from .plan import Site
+from .sampling import Kept, Layout, as_tensor, hashed, sample, slot_count
+
+__all__ = ["Draw", "Shared"]
+
+
+class Draw:
+    """The draw of one step: the number that all of it derives from, and what was drawn so far."""
+
+    def __init__(self, step_seed: int | Tensor) -> None:
+        self.step_seed = step_seed
+        self.kept: dict[tuple[Any, ...], Kept | None] = {}
+        self.heads: dict[tuple[Any, ...], Tensor] = {}
+        self.noise: dict[torch.device, Tensor] = {}
+        self.seen: set[tuple[str, str]] = set()
+
+
+class Shared:
+    """What the patches of one model share: the draw of the current step, and whether `exact` is on."""
+
+    def __init__(self, seed: int | None, packs_the_rest: bool) -> None:
+        self.packs_the_rest = packs_the_rest
+        self.exact = False
+        self.draw: Draw | None = None
+        self.tables: dict[Any, Any] = {}  # what is the same in the draws of all steps (see `sample`)
+        self.in_root = False
+        self.redraws = 0
+        self.grids: dict[str, tuple[int, ...]] = {}  # the shapes of the patches, by the layer that makes them
+        self.waiting: dict[str, None] = {}  # the blocks that have not run in training yet
+        # A tensor, so that torch.compile does not take its value for a constant.
+        self.counter = None if seed is None else torch.tensor(seed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "tables": {}, "draw": None}
+
+    def begin(self) -> None:
+        self.draw = None
+        self.in_root = True
+        self.redraws = 0
+        self.grids = {}
+
+    def end(self, is_step: bool) -> None:
+        self.in_root = False
+        if torch.compiler.is_compiling():
+            return
+        if self.draw is not None and self.counter is None:
+            torch.randint(2, ())
+        if self.waiting and is_step:
+            names, self.waiting = list(self.waiting), {}
+            warnings.warn(
+                f"keepgrad: {len(names)} patched blocks did not run in this training step (e.g. {names[0]}): "
+                "the model does not use them, or calls their parts by itself, so nothing is saved there",
+                stacklevel=3,
+            )
+
+    def draw_for(self, site: Site, x: Tensor) -> Draw:
+        """The draw of the current step; a new one where the site, whose input is `x`, has already been part of it."""
+        draw = self.draw
+        key = (site.name, site.kind)
+        if draw is None or key in draw.seen:
+            draw = self._new_draw(x)
+        draw.seen.add(key)
+        return draw
+
+    def _new_draw(self, x: Tensor) -> Draw:
+        again = self.draw is not None or not self.in_root
+        self.draw = Draw(self._step_seed(x, again))
+        return self.draw
+
+    def _step_seed(self, x: Tensor, again: bool) -> int | Tensor:
+        if torch.compiler.is_compiling():
+            if self.counter is None:
+                return torch.randint(2**62, (), device=x.device)
+            counted = self.counter.clone()
+            self.counter.add_(1)
+            return counted.to(x.device)
+        if is_fake(x):
+            return 0  # there are no numbers
+        if self.counter is not None:
+            seed = int(self.counter)
+            self.counter.add_(1)
+            return seed
+        state = torch.get_rng_state()
+        seed = int(torch.randint(2**62, ()))
+        torch.set_rng_state(state)
+        if again:
+            self.redraws += 1
+            seed += self.redraws
+        return seed
+
+    def kept(self, draw: Draw, site: Site, x: Tensor, layout: Layout) -> Kept | None:
+        """The slots of a site."""
+        key = (x.shape[0], layout, site.keep_ratio, site.mask, site.reduce, x.device)
+        if key not in draw.kept:
+            tables = None if torch.compiler.is_compiling() else self.tables
+            try:
+                draw.kept[key] = sample(draw.step_seed, *key, tables)
+            except MapTooSmallError as error:
+                raise MapTooSmallError(f"{site.name} ({site.kind}): {error}") from None
+        return draw.kept[key]
+
+    def heads(self, draw: Draw, site: Site, heads: int, device: torch.device) -> Tensor:
+        """The kept heads of a site, a random subset."""
+        key = (heads, slot_count(heads, site.keep_ratio), device)
+        if key not in draw.heads:
+            order = hashed(as_tensor(draw.step_seed, device), 3, heads).argsort()
+            draw.heads[key] = order[: key[1]]
+        return draw.heads[key]
+
+    def noise(self, x: Tensor, draw: Draw | None = None) -> Tensor:
+        """The random numbers to round values like `x` with in this step."""
+        draw = draw or self.draw or self._new_draw(x)
+        if x.device not in draw.noise:
+            draw.noise[x.device] = dither(draw.step_seed, x)
+        return draw.noise[x.device]
