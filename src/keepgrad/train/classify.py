@@ -152,12 +152,12 @@ def train_sources(config: TrainConfig) -> tuple[Source, Source]:
         train = open_images(config.data, config.dataset, "train")
         val = open_images(config.val or config.data, config.dataset, "validation")
     else:
-        train = open_images(str(part_of(config.data, "train") or config.data))
         folder = part_of(config.val or config.data, "val") or (Path(config.val) if config.val else None)
+        if folder is not None and part_of(config.data, "train") is None and config.val is None:
+            raise InputError(f"{config.data} has {folder.name}/ but no train/; put the training images there")
+        train = open_images(str(part_of(config.data, "train") or config.data))
         if folder is None:
             return held_out(train)
-        if part_of(config.data, "train") is None and config.val is None:
-            raise InputError(f"{config.data} has {folder.name}/ but no train/; put the training images there")
         val = open_images(str(folder))
     if list(train.classes) != list(val.classes):
         differing = sorted(set(map(str, train.classes)) ^ set(map(str, val.classes)))
