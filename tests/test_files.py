@@ -4,11 +4,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from test_train import trainer
 
 import keepgrad
 from keepgrad.cli import main
 from keepgrad.files import locked, written_whole
+from keepgrad.train.classify import open_weights
+from keepgrad.train.state import State, write_weights
 
 HOLDS = """
 import fcntl, sys
@@ -69,3 +72,43 @@ def test_resume_refuses_settings_that_are_missing_or_cut(folder, tmp_path, capsy
     assert main(["train", "--resume", "--output", str(tmp_path / "run")]) == 2
     assert "but no config.yaml, so the settings of the run are not known" in capsys.readouterr().err
     assert not (tmp_path / "run" / "keepgrad").exists()
+
+
+def test_a_state_with_flipped_bits_or_missing_weights_is_refused(folder, tmp_path):
+    run = trainer(folder, tmp_path / "run", epochs=1)
+    run.save()
+    path = tmp_path / "run" / "state.pt"
+    whole = path.read_bytes()
+    for place in (100, len(whole) // 3, len(whole) // 2, len(whole) - 100, len(whole) - 1):
+        flipped = bytearray(whole)
+        flipped[place] ^= 4
+        path.write_bytes(flipped)
+        with pytest.raises(keepgrad.FileError, match=r"state\.pt is not a state that can be resumed: its content"):
+            State.read(path)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(keepgrad.FileError, match="its end is missing"):
+        State.read(path)
+    path.write_bytes(whole)
+    state = State.read(path)
+    del state.model["head.weight"]
+    state.write(path)
+    with pytest.raises(keepgrad.FileError, match=r"has head\.weight of shape None, and the model of \(3, 64\)"):
+        trainer(folder, tmp_path / "run", epochs=1, resume=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_kwargs": {"num_classes": 3, "pretrained": True, "pretrained_cfg_overlay": {"url": "http://127.0.0.1"}}},
+        {"model_kwargs": {"checkpoint_path": "/etc/passwd"}},
+        {"model_kwargs": {"img_size": {"a": 1}}},
+        {"model_kwargs": [1]},
+        {"model": "hf:somebody/something"},
+        {"model": None},
+    ],
+)
+def test_metadata_choose_architectures_only(tmp_path, change):
+    about = {"model": "test_vit", "size": 32, "model_kwargs": {"num_classes": 3, "patch_size": 8}, **change}
+    write_weights(tmp_path / "a.safetensors", {"a": torch.zeros(1)}, about)
+    with pytest.raises(keepgrad.ConfigError, match=r"of the model|give a number|no name of timm"):
+        open_weights(tmp_path / "a.safetensors")
