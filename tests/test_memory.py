@@ -14,6 +14,7 @@ from conftest import convnext, vit
 from torch import nn
 
 import keepgrad
+from keepgrad import memory
 from keepgrad.errors import ConfigError, InputError
 from keepgrad.memory import PARTS, peak_bytes, saved_bytes
 
@@ -303,3 +304,17 @@ def test_measure_on_a_gpu_is_the_allocators_peak():
     found = keepgrad.measure(lambda: model(batch).mean().backward(), model=model)
     assert found.total == torch.cuda.max_memory_allocated()
     assert found.parameters == sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("store", ["full", "int8"])
+def test_an_estimate_runs_as_many_operations_for_any_batch(store, monkeypatch):
+    """On the CPU a chain runs in pieces of the batch; without data, two pieces say it all."""
+    ledgers = []
+    report = memory._report
+    monkeypatch.setattr(memory, "_report", lambda ledger, **more: ledgers.append(ledger) or report(ledger, **more))
+    model = convnext()
+    keepgrad.apply(model, keep_ratio=0.5, store=store)
+    found = [keepgrad.estimate(model, (batch, 3, 64, 64)) for batch in (5_000, 5_000_000)]
+    few, many = (len(ledger.records) for ledger in ledgers)
+    assert many < 1.1 * few
+    assert found[1].activations == pytest.approx(1000 * found[0].activations, rel=0.05)

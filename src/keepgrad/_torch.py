@@ -22,6 +22,7 @@ __all__ = [
     "in_backward",
     "is_fake",
     "is_real",
+    "only_counts",
     "tree_leaves",
     "tree_map_only",
 ]
@@ -46,7 +47,19 @@ def fake_tensors() -> AbstractContextManager:
     """A context in which tensors have shapes, types and devices, but no data. Imported when used: it is slow."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.counts_only = True  # type: ignore[attr-defined]
+    return mode
+
+
+def only_counts(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is from within `fake_tensors`, so that nobody wants to know more than shapes and bytes.
+
+    Not so for the tensors without data of a compiler: those stand for work that is done later.
+    """
+    if torch.compiler.is_compiling() or not is_fake(tensor):
+        return False
+    return getattr(tensor.fake_mode, "counts_only", False)  # type: ignore[attr-defined]
 
 
 def is_real(tensor: torch.Tensor) -> bool:

@@ -14,10 +14,32 @@ from torch import Tensor, nn
 
 from .errors import ConfigError, KeepgradError
 
-__all__ = ["batch_for", "create", "load_weights", "size_of", "timm"]
+__all__ = ["ARCHITECTURE", "batch_for", "check_architecture", "create", "load_weights", "size_of", "timm"]
 
 LONGEST = 512
 """How many tokens a text has by default, where the model takes more."""
+
+
+ARCHITECTURE = {
+    *("act_layer", "class_token", "conv_mlp", "depth", "depths", "dims", "drop_path_rate", "drop_rate"),
+    *("dynamic_img_size", "embed_dim", "global_pool", "img_size", "in_chans", "init_values", "kernel_sizes"),
+    *("ls_init_value", "mlp_ratio", "norm_layer", "num_classes", "num_heads", "patch_size", "pos_embed", "qk_norm"),
+    *("qkv_bias", "reg_tokens", "stem_type", "use_grn", "window_size"),
+}
+"""Arguments of timm's models that a file of weights may choose: they say what is built, and open no file and no URL."""
+
+
+def check_architecture(options: Any, where: str) -> None:
+    """Raises ConfigError if there is another argument than those of `ARCHITECTURE`, or a value that is not plain."""
+    if not isinstance(options, dict):
+        raise ConfigError(f"{where} has {options!r:.80} for arguments of the model; give names and values")
+    for name, value in options.items():
+        if name not in ARCHITECTURE:
+            known = ", ".join(sorted(ARCHITECTURE))
+            raise ConfigError(f"{where} has the argument {name!r:.80} of the model; only these are taken: {known}")
+        for one in value if isinstance(value, list) else [value]:
+            if not isinstance(one, (int, float, str, type(None))):
+                raise ConfigError(f"{where} has {name}={value!r:.80}; give a number, a text, or a list of them")
 
 
 def timm() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -31,13 +32,13 @@ def run(args: argparse.Namespace) -> None:
 
     from ..train.classify import evaluate, open_weights
     from ..train.config import RunFlags
-    from ..train.images import open_images, part_of
+    from ..train.images import kind_of, open_images, part_of
     from ..train.loop import accelerator_for
 
     path = args.checkpoint / "best.safetensors" if args.checkpoint.is_dir() else args.checkpoint
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file; give weights, or the folder of a run")
-    root = args.data if args.dataset else str(part_of(args.data, "val") or args.data)
+    root = args.data if kind_of(args.dataset) else str(part_of(args.data, "val") or args.data)
     source = open_images(root, args.dataset, "validation")
     accelerator = accelerator_for(RunFlags(cpu=args.cpu))
     if args.model is None:
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> None:
     seconds = time.perf_counter() - start
     if not accelerator.is_main_process:
         return
+    print(source.found, file=sys.stderr if args.json else sys.stdout)
     if args.json:
         values = {"images": found.count, "top1": found.top1, "top5": found.top5, "loss": found.loss}
         print(json.dumps({**values, "images_per_second": found.count / seconds}, indent=2))

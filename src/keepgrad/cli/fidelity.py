@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     models.timm()
-    from ..train.images import open_images
+    from ..train.images import open_images, part_of
 
-    source = open_images(args.data)
+    source = open_images(str(part_of(args.data, "train") or args.data))
     model = models.create(args.model, size=args.size, num_classes=len(source.classes))
     if args.checkpoint is not None:
         models.load_weights(model, args.checkpoint)
+    print(source.found, file=sys.stderr if args.json else sys.stdout)
     batches = _batches(source, model, args)
     apply(model, KeepFlags(**flags.given(args, KeepFlags)).keep_config())
     report = fidelity(model, batches, F.cross_entropy, args.draws)

@@ -56,9 +56,24 @@ def new_folder(name: str) -> str:
 
 
 def continued(given: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the run that is to be continued; none if there is none."""
-    path = Path(str(given.get("output"))) / "config.yaml"
-    return flags.read_yaml(path) if given.get("resume") and path.exists() else {}
+    """The settings of the run that is to be continued; none where there is no run.
+
+    Raises:
+        ConfigError: if there is a run whose settings are not there any more.
+    """
+    folder = Path(str(given.get("output")))
+    if not given.get("resume") or not folder.is_dir():
+        return {}
+    path = folder / "config.yaml"
+    if path.exists():
+        return flags.read_yaml(path, whole=True)
+    there = next((entry.name for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")), None)
+    if there is not None:
+        raise ConfigError(
+            f"{folder} has {there} but no config.yaml, so the settings of the run are not known; put that file there, "
+            "or begin anew in another --output"
+        )
+    return {}
 
 
 def _config(args: argparse.Namespace) -> TrainConfig:

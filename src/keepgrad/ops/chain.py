@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._torch import only_counts
 from ..sampling import Kept
 from .stages import Link, Noise, Point, Pull, Stage, Tensors, autocast_dtype, cast
 from .store import Packed, pack, packs, unpack
@@ -296,7 +297,8 @@ def _in_pieces(
     if x.shape[0] < 2 * count:
         return None
     whole: list[Tensor] = []
-    for start in range(0, x.shape[0], count):
+    starts = range(0, x.shape[0], count)
+    for start in starts[:2] if only_counts(x) else starts:  # two stand for all: one is held while the next is made
         rows = x[start : start + count]
         out, values, extras = _walk(spec, 0, end, rows, tensors, kept.of_first(len(rows)), noise)
         saved = [one for one in (*values, *(one for group in extras for one in group)) if one is not None]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import is_fake, is_real
+from .._torch import is_fake, is_real, only_counts
 from ..sampling import hashed
 from .stages import cast
 
@@ -118,6 +118,8 @@ def _rows_at_once(tensor: Tensor) -> int:
 
 
 def _pieces(*tables: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of tables, some at a time."""
+    """The same rows of tables, some at a time; where only bytes count, two pieces stand for all."""
     count = _rows_at_once(tables[0])
+    if only_counts(tables[0]):
+        tables = tuple(table[: 2 * count] for table in tables)
     return zip(*(table.split(count) for table in tables), strict=True)

@@ -10,6 +10,8 @@
 | order      | which samples come when, and with which random numbers                                       |
 | models     | models of timm by name                                                                       |
 | images     | images with labels, from a folder, a tar or whatever timm reads                              |
+| folder     | a folder of class folders: what is in it, and what is left out                               |
+| pixels     | images of PIL in the bits and channels that a model takes                                    |
 | classify   | image classification, as a task of the loop                                                  |
 | digits     | the embedded default: scikit-learn's digits                                                  |
 | coco       | images with boxes and masks in COCO's layout, and average precision                          |

@@ -15,7 +15,7 @@ from .. import models
 from ..errors import ConfigError, InputError
 from . import digits
 from .config import TrainConfig
-from .images import Source, held_out, loader, mode_of, open_images, part_of
+from .images import Source, held_out, kind_of, loader, mode_of, open_images, part_of
 from .order import Batches
 from .state import read_weights
 from .stop import each
@@ -36,6 +36,9 @@ class Classification:
 
         self.config, self.accelerator = config, accelerator
         self.source, self.val = train_sources(config)
+        if accelerator.is_main_process:
+            for source in (self.source, self.val):
+                print(source.found, end="\n" if source.found else "")
         self.options = _model_options(config, self.source)
         if config.model is None:
             raise ConfigError("model: give a model of timm, e.g. vit_small_patch16_224 or convnext_tiny")
@@ -145,16 +148,16 @@ def train_sources(config: TrainConfig) -> tuple[Source, Source]:
     """
     if config.data is None:
         return digits.sources()
-    if config.dataset:
+    if kind_of(config.dataset):
         train = open_images(config.data, config.dataset, "train")
         val = open_images(config.val or config.data, config.dataset, "validation")
     else:
+        folder = part_of(config.val or config.data, "val") or (Path(config.val) if config.val else None)
+        if folder is not None and part_of(config.data, "train") is None and config.val is None:
+            raise InputError(f"{config.data} has {folder.name}/ but no train/; put the training images there")
         train = open_images(str(part_of(config.data, "train") or config.data))
-        folder = Path(config.val) if config.val else part_of(config.data, "val")
         if folder is None:
             return held_out(train)
-        if part_of(config.data, "train") is None and config.val is None:
-            raise InputError(f"{config.data} has {folder.name}/ but no train/; put the training images there")
         val = open_images(str(folder))
     if list(train.classes) != list(val.classes):
         differing = sorted(set(map(str, train.classes)) ^ set(map(str, val.classes)))

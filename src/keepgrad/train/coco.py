@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 from ..errors import InputError, KeepgradError
 from ..report import brief
 from .order import Unreadable, mixed_seed, seeded
+from .pixels import converted
 
 __all__ = ["CocoFolder", "Objects", "Problem", "average_precision", "find_split", "to_coco"]
 
@@ -274,7 +275,7 @@ class Objects(Dataset):
         path = self.source.folder / self.source.images[image]["file_name"]
         try:
             with Image.open(path) as file:
-                pixels = V.to_image(file.convert("RGB"))
+                pixels = V.to_image(converted(file, "RGB"))
         except Exception as error:  # PIL raises many kinds
             return Unreadable(f"image {image} ({path})", str(error) or type(error).__name__)
         height, width = pixels.shape[-2:]

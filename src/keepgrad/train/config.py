@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from ..config import PRESETS, KeepConfig
 from ..errors import ConfigError
+from ..models import check_architecture
 from ..ops.attention import METHODS
 from ..sampling import MASKS, REDUCTIONS
 from ..schedule import SCHEDULES
@@ -207,8 +208,11 @@ class TrainConfig(RunFlags):
                 raise ConfigError(f"{name}={getattr(self, name)}: give a number from 0")
         if (self.mixup or self.cutmix) and self.batch_size % 2:
             raise ConfigError(f"mixup and cutmix take samples in pairs; batch_size={self.batch_size} is odd")
-        if self.model_kwargs is not None and not isinstance(self.model_kwargs, dict):
-            raise ConfigError(f"model_kwargs={self.model_kwargs!r}: give names and values")
+        for name in ("dataset", "val"):
+            if getattr(self, name) and self.data is None:
+                raise ConfigError(f"{name}={getattr(self, name)} says more of data; give data too")
+        if self.model_kwargs is not None:
+            check_architecture(self.model_kwargs, "model_kwargs")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ SETTINGS: dict[str, Any] = {
 
 class _Digits:
     classes = tuple(map(str, range(10)))
+    found = ""
 
     def __init__(self) -> None:
         try:

@@ -17,6 +17,9 @@ __all__ = ["add_arguments", "flag", "given", "make", "pairs", "read_yaml", "writ
 
 C = TypeVar("C")
 
+END = "\n..."
+"""How YAML says that a document is over."""
+
 
 def flag(default: Any, help: str, **argument: Any) -> Any:
     """A field that is also a flag; `argument` goes to argparse."""
@@ -124,18 +127,34 @@ def pairs(text: str) -> dict[str, Any]:
     return found
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Settings from a file.
+def read_yaml(path: Path, whole: bool = False) -> dict[str, Any]:
+    """Settings from a file; with `whole`, one of `write_yaml` that must have its end.
 
     Raises:
-        ConfigError: if the file is not there or not a mapping.
+        ConfigError: if the file is not there, not a mapping, or names a setting twice.
     """
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            names = [str(key.value).replace("-", "_") for key, _ in getattr(node, "value", ())]
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise yaml.YAMLError(f"{twice} is there twice{node.start_mark}; leave one of them")
+            return super().construct_mapping(node, deep)
+
     try:
-        found = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+        text = path.read_text()
+        if whole and not text.rstrip("\n").endswith(END):
+            raise ConfigError(
+                f"{path} is not whole: its last line, '...', is missing. Put a whole one there, or begin anew in "
+                "another --output"
+            )
+        found = yaml.load(text, Loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())[:300]}") from None
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -148,4 +167,4 @@ def write_yaml(path: Path, config: Any) -> None:
     import yaml
 
     with written_whole(path) as partial:
-        partial.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+        partial.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, explicit_end=True))

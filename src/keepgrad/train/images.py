@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import tarfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,11 +12,14 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from ..errors import ConfigError, InputError
+from .folder import EXTENSIONS, ImageFolder
 from .order import Unreadable, loaded, mixed_seed, seeded
+from .pixels import converted
 
-__all__ = ["Source", "held_out", "loader", "mode_of", "open_images", "part_of", "some_of"]
+__all__ = ["Source", "held_out", "kind_of", "loader", "mode_of", "open_images", "part_of", "some_of"]
 
 HELD_OUT = 0.1
+BY_NUMBER, STREAMS = ("torch", "hfds"), ("hfids", "tfds", "wds")
 PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "eval", "evaluation", "test")}
 
 
@@ -25,6 +28,10 @@ class Source(Protocol):
 
     @property
     def classes(self) -> Sequence[str]: ...
+
+    @property
+    def found(self) -> str:
+        """What there is and what was left out, in a line; empty where that is known."""
 
     def __len__(self) -> int: ...
 
@@ -44,6 +51,10 @@ class _TimmSource:
         names = getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None)
         self.classes: Sequence[str] = sorted(names, key=names.get) if names else getattr(dataset, "classes", ())
         self.by_reader = reader is not None
+
+    @property
+    def found(self) -> str:
+        return f"{self.root}: {len(self)} images" + (f" of {len(self.classes)} classes" if self.classes else "")
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -70,8 +81,8 @@ class _TimmSource:
 class _Some:
     """A part of a source."""
 
-    def __init__(self, source: Source, indices: Sequence[int]) -> None:
-        self.source, self.indices, self.classes = source, indices, source.classes
+    def __init__(self, source: Source, indices: Sequence[int], found: str = "") -> None:
+        self.source, self.indices, self.classes, self.found = source, indices, source.classes, found
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -91,44 +102,90 @@ def held_out(source: Source) -> tuple[Source, Source]:
     """A source without a tenth of its images, and that tenth; always the same one."""
     order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0)).tolist()
     count = max(1, round(len(source) * HELD_OUT))
-    return _Some(source, sorted(order[count:])), _Some(source, sorted(order[:count]))
+    found = f"{source.found}; {count} of them are held out for evaluation"
+    return _Some(source, sorted(order[count:]), found), _Some(source, sorted(order[:count]))
 
 
 def open_images(root: str, kind: str = "", split: str = "train") -> Source:
     """The images of a folder, a tar, or another kind that timm's `create_dataset` knows.
 
     Raises:
-        InputError: if there are none, fewer than two classes, or a class without images.
+        ConfigError: if there is no such kind.
+        InputError: if there are no images, fewer than two classes, or a class without images.
     """
     from timm.data import create_dataset
 
-    if not kind and not Path(root).exists():
-        raise InputError(f"{root}: there is no such folder or file; give images with one folder per class")
+    kind = kind_of(kind)
+    if not kind:
+        path = Path(root)
+        if not path.exists():
+            raise InputError(f"{root}: there is no such folder or file; give images with one folder per class")
+        if path.is_dir():
+            return ImageFolder(root)
+        if path.suffix != ".tar" or not path.is_file():
+            raise InputError(f"{root} is neither a folder nor a .tar; give images with one folder per class")
     try:
-        dataset = create_dataset(kind, root=root, split=split, search_split=False)
-    except (AssertionError, RuntimeError, OSError, ValueError, ImportError, tarfile.TarError) as error:
+        with _known_extensions():
+            dataset = create_dataset(kind, root=root, split=split, search_split=False)
+    except Exception as error:  # each library has its own
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"{kind or 'images'} at {root}: {reason[:300]}; give a folder or tar of images") from None
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise InputError(f"{kind} is a stream, which cannot be resumed; give a dataset that can be read by number")
     source = _TimmSource(dataset, root)
-    if source.by_reader and source.classes:
-        _check_folders(dataset.reader, source)
+    if not kind:
+        _check_tar(dataset.reader, source)
     return source
 
 
-def _check_folders(reader: Any, source: _TimmSource) -> None:
-    if len(source.classes) < 2:
-        raise InputError(
-            f"{source.root} has {len(source.classes)} classes; put the images into two or more folders, one per class"
+def kind_of(dataset: str) -> str:
+    """A kind of `create_dataset` that can be read by number; empty for folders and tars.
+
+    Raises:
+        ConfigError: if there is none such: timm would take it for a folder.
+    """
+    library, _, name = dataset.partition("/")
+    if not dataset or dataset.lower() in ("torch/folder", "torch/image_folder"):
+        return ""
+    if library.lower() in STREAMS:
+        raise ConfigError(f"dataset={dataset} is a stream, which cannot be resumed; give torch/NAME or hfds/NAME")
+    if library.lower() not in BY_NUMBER or not name.strip("/"):
+        raise ConfigError(
+            f"dataset={dataset} is not known; give torch/NAME, e.g. torch/cifar100, or hfds/NAME, or leave it out for "
+            "a folder or a tar"
         )
-    root = Path(getattr(reader, "root", ""))
-    if root.is_dir():
-        # timm takes only folders with images for classes, so that an empty one would renumber the others.
-        filled = {Path(path).relative_to(root).parts[0] for path, _ in reader.samples}
-        empty = sorted(p.name for p in root.iterdir() if p.is_dir() and p.name not in filled and p.name[0] != ".")
-        if empty:
-            raise InputError(f"{root / empty[0]} is a class folder without images; put some there, or take it away")
+    return dataset
+
+
+@contextmanager
+def _known_extensions() -> Iterator[None]:
+    """timm looks for the files that a folder may have too."""
+    from timm.data.readers.img_extensions import get_img_extensions, set_img_extensions
+
+    before = get_img_extensions()
+    set_img_extensions(EXTENSIONS)
+    try:
+        yield
+    finally:
+        set_img_extensions(before)
+
+
+def _check_tar(reader: Any, source: _TimmSource) -> None:
+    """timm takes the last folder of each image for its class, whatever is above it."""
+    folders: dict[str, set[str]] = {}
+    for sample, target in zip(reader.samples, reader.targets, strict=True):
+        member, _, inner = sample
+        above = "" if inner is None else inner.name
+        folders.setdefault(source.classes[target], set()).add(str(Path(above) / Path(member.path).parent))
+    if "" in folders:
+        raise InputError(f"{source.root} has images beside its class folders; put them into folders, or take them out")
+    if len(folders) < 2:
+        raise InputError(f"{source.root} has {len(folders)} classes; put the images into two or more folders")
+    for name, own in folders.items():
+        if len(own) > 1:
+            first, second = sorted(own)[:2]
+            raise InputError(
+                f"{source.root} has two folders for the class {name}, {first} and {second}; the folder that an image "
+                "is in is its class: put all images of a class into one"
+            )
 
 
 def part_of(root: str, part: str) -> Path | None:
@@ -146,7 +203,7 @@ class _Augmented(Dataset):
         epoch, index = divmod(number, len(self.source))
         try:
             image, label = self.source.read(index)
-            image = image.convert(self.mode)
+            image = converted(image, self.mode)
         except Exception as error:  # PIL raises many kinds
             return Unreadable(self.source.name(index), str(error) or type(error).__name__)
         try:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..adapters import find_blocks
 from ..budget import checkpointed
 from ..errors import ConfigError, DivergedError, FileError, InputError, KeepgradError, StoppedError
-from ..files import make_folder
+from ..files import locked
 from ..memory import AMP
 from ..patch import apply, exact
 from ..plan import Plan
@@ -210,6 +210,9 @@ class Trainer:
 
     def _begin(self) -> State:
         """The state to go on from: that in the output folder, or a new one."""
+        with together():
+            if self.is_main:
+                self.stack.enter_context(locked(self.output))
         path = self.output / "state.pt"
         about = {**self.task.about(), "steps_per_epoch": self.steps_per_epoch}
         about |= {"seed": self.config.seed, "opt": self.config.opt}
@@ -242,7 +245,6 @@ class Trainer:
     def _write_config(self) -> None:
         with together():
             if self.is_main:
-                make_folder(self.output)
                 write_yaml(self.output / "config.yaml", self.config)
 
     def run(self, title: str = "training") -> Outcome:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, StoppedError
 from ..fidelity import fidelity
-from ..files import make_folder
+from ..files import locked
 from ..memory import peak_bytes
 from ..report import Table, readable_bytes
 from ..timing import seconds_in_turns
@@ -46,7 +46,11 @@ def side_by_side(
         raise ConfigError("full backprop is one of the two that are compared; leave that out, or give --data")
     if accelerator_for(config).num_processes > 1:
         raise ConfigError("the comparison runs in one process; start it without torchrun, or give --data")
-    make_folder(output)
+    with locked(output):
+        return _compared(config, output, task_of, metrics)
+
+
+def _compared(config: RunFlags, output: Path, task_of: Callable[[Any, Any], Task], metrics: Mapping[str, str]) -> Table:
     write_yaml(output / "config.yaml", dataclasses.replace(config, output=str(output)))
     outcomes: dict[str, Outcome] = {}
     for name, own in ((PLAIN, config.without_keepgrad()), (KEPT, config)):

@@ -7,6 +7,7 @@ what model they are for. All are written whole or not at all, and are read witho
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,13 +24,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ..errors import FileError
+from .. import models
+from ..errors import ConfigError, FileError
 from ..files import written_whole
 
 __all__ = ["State", "optimizer_state_of", "read_weights", "restore", "weights_of", "write_weights"]
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 KEY = "keepgrad"
+MARK = b"keepgrad sha256 "
+DIGEST = 32
 
 
 @dataclass
@@ -50,15 +54,46 @@ class State:
         """Raises FileError; the state from before is then still there."""
         with written_whole(path) as partial:
             torch.save(vars(self), partial)
+            digest = _digest(partial, partial.stat().st_size)
+            with partial.open("ab") as file:
+                file.write(MARK + digest)
 
     @classmethod
     def read(cls, path: Path, mapped: bool = False) -> State:
-        """Raises FileError if this is no state of a run. With `mapped`, tensors are not read before they are used."""
+        """Raises FileError if this is no state of a run, or not as it was written. With `mapped`, tensors are not read
+        before they are used, and the checksum is not looked at."""
         try:
+            if not mapped:
+                _check(path)
             return cls(**torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise FileError(f"{path} is not a state that can be resumed: {reason[:200]}") from None
+
+
+def _check(path: Path) -> None:
+    """A state ends with a checksum of all that is before it."""
+    size = path.stat().st_size - len(MARK) - DIGEST
+    with path.open("rb") as file:
+        file.seek(max(0, size))
+        end = file.read()
+    if size < 0 or not end.startswith(MARK):
+        raise ValueError("its end is missing")
+    if _digest(path, size) != end[len(MARK) :]:
+        raise ValueError("its content is not what was written; is the disk failing?")
+
+
+def _digest(path: Path, size: int) -> bytes:
+    """The checksum of the first `size` bytes of a file."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while size:
+            part = file.read(min(size, 2**22))
+            if not part:
+                break
+            found.update(part)
+            size -= len(part)
+    return found.digest()
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
@@ -75,8 +110,16 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) ->
     """Put weights and optimizer state back, whole or sharded; to be called in all processes, each with the state.
 
     The model is the bare one: under the names that DDP gives to weights, torch does not find them in every process.
+
+    Raises:
+        FileError: if the state lacks a weight, or has one too many or of another shape.
     """
     options = StateDictOptions(full_state_dict=True)
+    own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    for name in sorted(own.keys() | state.model.keys()):
+        given = tuple(state.model[name].shape) if name in state.model else None
+        if own.get(name) != given:
+            raise FileError(f"the state has {name} of shape {given}, and the model of {own.get(name)}; it cannot go on")
     set_model_state_dict(model, state.model, options=options)
     set_optimizer_state_dict(model, optimizer, state.optimizer, options=options)
 
@@ -96,6 +139,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     Raises:
         FileError: if the file cannot be read, or is not of keepgrad.
+        ConfigError: if it asks for arguments of the model that are not those of an architecture.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -105,4 +149,13 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, ValueError) as error:
         raise FileError(f"{path} cannot be read as safetensors: {error}") from None
-    return weights, about or {}
+    if about is None:
+        return weights, {}
+    if not isinstance(about, dict):
+        raise FileError(f"{path}: what it says of its weights is not in keepgrad's form")
+    if "model_kwargs" in about:
+        # Whoever wrote the file is not to choose what timm opens.
+        models.check_architecture(about["model_kwargs"], str(path))
+        if not isinstance(about.get("model"), str) or ":" in about["model"]:
+            raise ConfigError(f"{path} is for the model {about.get('model')!r:.80}, which is no name of timm")
+    return weights, about
