@@ -391,7 +391,8 @@ def _grouping(seed: int | Tensor, tables: _Tables, shape: tuple[int, int, int], 
     shift: Any
     if isinstance(seed, Tensor):
         phase, shift, turned = hashed(seed, 2, 3)
-        order = torch.where(turned % 2 == 0, *tables.orders)
+        by_rows, by_columns = tables.orders
+        order = torch.where(turned % 2 == 0, by_rows, by_columns)
     else:
         phase, shift, way = _hashed_numbers(seed, 2, 3)
         order = tables.orders[way % 2]
