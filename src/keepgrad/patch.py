@@ -37,6 +37,7 @@ from .config import KeepConfig
 from .errors import AlreadyAppliedError, MapTooSmallError, NotAppliedError
 from .ops.outside import Outside
 from .ops.store import SHIFTS, dither
+from .padding import real_positions, sample_padded
 from .plan import Plan, Site, config_from, make_plan
 from .sampling import Kept, Layout, hashed, sample, slot_count
 
@@ -187,6 +188,7 @@ class _Draw:
     def __init__(self, step_seed: Tensor) -> None:
         self.step_seed = step_seed
         self.kept: dict[tuple[Any, ...], Kept | None] = {}
+        self.real: dict[int, tuple[Tensor, Tensor]] = {}  # masks of scores, and which positions are not padding
         self.heads: dict[tuple[int, int], Tensor] = {}
         self.noise: dict[torch.device, Tensor] = {}
         self.seen: set[tuple[str, str]] = set()
@@ -255,14 +257,26 @@ class _Shared:
             seed = seed + self.redraws
         return seed.to(device)
 
-    def kept(self, draw: _Draw, site: Site, batch: int, layout: Layout) -> Kept | None:
-        """The slots of a site."""
+    def kept(self, draw: _Draw, site: Site, batch: int, layout: Layout, mask: Tensor | None = None) -> Kept | None:
+        """The slots of a site. `mask` is that of the attention scores, where it may tell what is padding."""
+        if mask is not None:
+            return self._kept_of_padded(draw, site, batch, layout, mask)
         key = (batch, layout, site.keep_ratio, site.mask, site.reduce)
         if key not in draw.kept:
             try:
                 draw.kept[key] = sample(draw.step_seed, batch, layout, site.keep_ratio, site.mask, site.reduce)
             except MapTooSmallError as error:
                 raise MapTooSmallError(f"{site.name} ({site.kind}): {error}") from None
+        return draw.kept[key]
+
+    def _kept_of_padded(self, draw: _Draw, site: Site, batch: int, layout: Layout, mask: Tensor) -> Kept | None:
+        """The slots of sequences with padding; those of layers that are given the same mask are the same."""
+        if id(mask) not in draw.real:
+            draw.real[id(mask)] = (mask, real_positions(mask).expand(batch, -1))  # held, so that no other has its id
+        key = (batch, layout, site.keep_ratio, site.mask, site.reduce, id(mask))
+        if key not in draw.kept:
+            real = draw.real[id(mask)][1]
+            draw.kept[key] = sample_padded(draw.step_seed, real, site.keep_ratio, site.mask, site.reduce)
         return draw.kept[key]
 
     def heads(self, draw: _Draw, site: Site, heads: int) -> Tensor:
@@ -395,7 +409,7 @@ class _BlockForward(_Patch):
             else:
                 layout = self._layout(x.shape[1], shape or program.layout, site.cell)
                 try:
-                    kept = self.shared.kept(draw, site, x.shape[0], layout)
+                    kept = self.shared.kept(draw, site, x.shape[0], layout, self._padded(x, options))
                 except MapTooSmallError:
                     if site.tier == 1:
                         raise
@@ -407,6 +421,13 @@ class _BlockForward(_Patch):
         for item in self.block.adapter.branches(self.module)[kind]:
             x = item(x, **options) if isinstance(item, Attention) else item(x)
         return x if residual is None else residual + x
+
+    def _padded(self, x: Tensor, options: dict[str, Any]) -> Tensor | None:
+        """The mask of the scores, if this is text and the mask may say that some of it is padding."""
+        mask = options.get("attn_mask")
+        if mask is None or not self.block.is_text or mask.dim() != 4 or torch.compiler.is_compiling():
+            return None
+        return mask if mask.shape[0] in (1, x.shape[0]) and mask.shape[-1] == x.shape[1] else None
 
     def _layout(self, count: int, shape: tuple[int, ...] | None, cell: int) -> Layout:
         """How `count` positions lie: as `shape` says, or as the patches of the images."""

@@ -83,6 +83,8 @@ class Kept:
     starts_flat: Tensor | None = None  # [batch * slots], where each group begins in order_flat
     slot_of_flat: Tensor | None = None  # [batch * positions], the slot of each position
     size: Tensor | None = None  # [slots]
+    is_shared = True
+    """Whether all samples share the mask."""
 
     @property
     def picked(self) -> Tensor:
