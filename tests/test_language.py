@@ -13,7 +13,7 @@ from keepgrad.patch import masks_drawn
 
 transformers = pytest.importorskip("transformers")
 
-from families.transformers import REAL, model, words  # noqa: E402  (what they need may not be there)
+from families.transformers import REAL, clip_model, model, words  # noqa: E402  (what they need may not be there)
 from families.transformers_text import GEMMA, GPT2, LLAMA, packed  # noqa: E402
 
 
@@ -186,3 +186,36 @@ def test_masks_tell_what_is_padding():
     assert torch.equal(real_positions(seen), real)
     added = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
     assert torch.equal(real_positions(added), real)
+
+
+def test_the_default_for_text_is_exact_gradients_in_8_bits():
+    one = made()
+    wanted, grads = step(one, input_ids=IDS)
+    plan = keepgrad.apply(one)
+    assert plan.preset == "text"
+    assert "preset 'text'" in str(plan)
+    assert {(site.keep_ratio, site.store) for site in plan.sites} == {(1.0, "int8")}
+    assert plan.packs_the_rest
+    assert plan == keepgrad.plan(made(), preset="text")
+    found, same = step(one, input_ids=IDS)
+    torch.testing.assert_close(found.logits, wanted.logits)
+    both = [torch.cat([g.flatten() for g in one.values()]) for one in (same, grads)]
+    assert torch.cosine_similarity(*both, dim=0) > 0.999
+
+
+def test_a_model_of_images_and_text_has_the_default_of_each():
+    plan = keepgrad.plan(clip_model())
+    assert str(plan).startswith("keepgrad plan for CLIPModel, preset 'accurate', 'text' for text")
+    found = {
+        tower: {(site.kind, site.keep_ratio, site.store) for site in plan.sites if site.name.startswith(tower)}
+        for tower in ("text", "vision")
+    }
+    assert found["text"] == {("attention", 1.0, "int8"), ("mlp", 1.0, "int8")}
+    assert found["vision"] == {("attention", 1.0, "full"), ("mlp", 1.0, "full"), ("mlp", 0.5, "full")}
+    assert not plan.packs_the_rest
+
+
+def test_what_is_asked_for_holds_for_text_too():
+    assert {site.keep_ratio for site in keepgrad.plan(made(), keep_ratio=0.5).sites} == {0.5}
+    assert {site.store for site in keepgrad.plan(made(), preset="exact").sites} == {"full"}
+    assert {site.store for site in keepgrad.plan(made(), store="full").sites} == {"full"}
