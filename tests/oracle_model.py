@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from keepgrad import Layout
 from keepgrad.ops.oracle import Matrices, graft, matrices
+from keepgrad.padding import PaddedKept, sample_padded
 from keepgrad.sampling import hashed, slot_count
 
 
@@ -47,6 +48,7 @@ class Branch:
     heads: int = 0
     exit_form: str = ""
     functional: bool = False  # entrance and exit are linear layers whose weights are read, and which are not called
+    real: Tensor | None = None  # [batch, positions], which are not padding
 
 
 @dataclass
@@ -57,7 +59,7 @@ class _Run:
     site: object
     module: nn.Module
     reduction: Matrices | None = None
-    pick: Tensor | None = None  # [slots, positions], where each slot stands
+    pick: Tensor | None = None  # [slots, positions], where each slot stands, or with padding one for each sample
     positions: int = 0
     exact: list = field(default_factory=list)  # of the first run, in the order in which the second asks for it
 
@@ -65,12 +67,17 @@ class _Run:
         module = self.module.get_submodule(name)
         return getattr(module, "weight", getattr(module, "in_proj_weight", None)) if name else None
 
+    def has_weight(self, weight: Tensor, name: str) -> bool:
+        """Whether `weight` is that of the module `name`, or a view of it."""
+        own = self.weight(name)
+        return own is not None and weight.data_ptr() == own.data_ptr()
+
     def form(self, value: Tensor) -> str:
         """The form of a value inside of the branch."""
         return self.spec.form if value.dim() == 4 or self.spec.form == "lnc" else "nlc"
 
 
-JOINT = ("qkv", "query_key_value", "self_attention", "self_attn")
+JOINT = ("qkv", "query_key_value", "self_attention", "self_attn", "c_attn")
 """How the names of layers end that make q, k and v together."""
 
 FORMS = {
@@ -96,6 +103,27 @@ def _like(rows: Tensor, x: Tensor, form: str) -> Tensor:
     return FORMS[form][1](rows, x.shape)
 
 
+def padded_matrices(kept: PaddedKept, real: Tensor, reduce: str) -> tuple[Matrices, Tensor]:
+    """The matrices of each sample of a padded batch, and where its slots stand. Slots that stand for nothing come last,
+    as rows of zeros."""
+    count, found, picks = real.shape[1], [], []
+    for number, (one, picked) in enumerate(zip(real, kept.picked.tolist(), strict=True)):
+        slots = kept.slot_of_flat.view_as(real)[number] - number * kept.slots
+        groups = {slot: (slots.eq(slot) & one).nonzero().flatten().tolist() for slot in range(kept.slots)}
+        live = [slot for slot in groups if one[picked[slot]]]
+        assert all(picked[slot] in groups[slot] for slot in live)
+        assert sorted(position for group in groups.values() for position in group) == one.nonzero().flatten().tolist()
+        own = matrices([groups[slot] for slot in live], [picked[slot] for slot in live], count, reduce)
+        if reduce == "scaled":  # of the positions that are real
+            own = matrices([groups[slot] for slot in live], [picked[slot] for slot in live], count, "drop")
+            own = replace(own, place=own.place * (int(one.sum()) / len(live)))
+        dead = kept.slots - len(live)
+        found.append((*(F.pad(m, (0, 0, 0, dead)) for m in (own.value, own.grad)), F.pad(own.place, (0, dead))))
+        picks.append(F.pad(F.one_hot(torch.tensor([picked[slot] for slot in live]), count).double(), (0, 0, 0, dead)))
+        found[-1] += (F.pad(own.size, (0, dead)),)
+    return Matrices(*(torch.stack(some) for some in zip(*found, strict=True))), torch.stack(picks)
+
+
 class _Reduced(TorchFunctionMode):
     """Changes what torch's functions do inside of the branch that runs at present."""
 
@@ -112,7 +140,7 @@ class _Reduced(TorchFunctionMode):
             self.hooks.append(entrance.register_forward_pre_hook(lambda m, args, run=run: self.enter(run, args)))
             self.hooks.append(exit_.register_forward_hook(lambda m, args, out, run=run: self.leave(run, out)))
             out = run.module.get_submodule(run.spec.out)
-            if run.spec.out and not isinstance(out, nn.Linear):
+            if run.spec.out and not isinstance(out, nn.Linear) and not hasattr(out, "nf"):  # nor a Conv1D
                 hook = out.register_forward_pre_hook(lambda m, args, run=run: (self.attended(run, args[0]),))
                 self.hooks.append(hook)
 
@@ -123,11 +151,18 @@ class _Reduced(TorchFunctionMode):
         layout = run.spec.layout if isinstance(run.spec.layout, Layout) else run.spec.layout(x.shape)
         run.positions = rows.shape[1]
         assert layout.positions == run.positions, (site.name, site.kind, layout, x.shape)
-        kept = draw(self.seed, layout._replace(cell=site.cell), site.keep_ratio, site.mask, site.reduce)
+        how = (site.keep_ratio, site.mask, site.reduce)
+        if run.spec.real is None:
+            kept = draw(self.seed, layout._replace(cell=site.cell), *how)
+        else:
+            kept = sample_padded(torch.tensor(self.seed), run.spec.real, *how)
         if self.first or kept is None:
             return None
-        run.reduction = matrices(groups_of(kept), kept.picked.tolist(), run.positions, site.reduce, layout.prefix)
-        run.pick = F.one_hot(kept.picked, run.positions).double()
+        if run.spec.real is None:
+            run.reduction = matrices(groups_of(kept), kept.picked.tolist(), run.positions, site.reduce, layout.prefix)
+            run.pick = F.one_hot(kept.picked, run.positions).double()
+        else:
+            run.reduction, run.pick = padded_matrices(kept, run.spec.real, site.reduce)
         if site.method in ("query", "head"):
             return None
         return (_like(self.slots_in_place(run, rows), x, form), *args[1:])
@@ -152,8 +187,8 @@ class _Reduced(TorchFunctionMode):
     @staticmethod
     def slots_in_place(run: _Run, rows: Tensor) -> Tensor:
         """Rows in which each picked position has its slot. The others do not count; they stay as they are."""
-        kept = run.pick.sum(0).unsqueeze(-1)
-        return run.pick.t() @ run.reduction.slots(rows) + rows.detach() * (1 - kept)
+        kept = run.pick.sum(-2).unsqueeze(-1)
+        return run.pick.mT @ run.reduction.slots(rows) + rows.detach() * (1 - kept)
 
     def saved(self, run: _Run, value: Tensor) -> Tensor:
         """A value in which the exact one of the first run stands for each slot."""
@@ -161,8 +196,8 @@ class _Reduced(TorchFunctionMode):
         if self.first:
             run.exact.append(rows.detach())
             return value
-        exact, kept = run.exact.pop(0), run.pick.sum(0).unsqueeze(-1)
-        slots = run.pick.t() @ (run.reduction.value @ exact)
+        exact, kept = run.exact.pop(0), run.pick.sum(-2).unsqueeze(-1)
+        slots = run.pick.mT @ (run.reduction.value @ exact)
         return graft(_like(slots + exact * (1 - kept), value, run.form(value)), value)
 
     def key_bias(self, run: _Run, scores: int) -> Tensor | None:
@@ -170,7 +205,8 @@ class _Reduced(TorchFunctionMode):
         site = run.site
         if self.first or site.keep_ratio == 1 or site.method != "qkv" or scores != run.positions:
             return None
-        return (run.pick.t() @ run.reduction.size).log()
+        bias = (run.pick.mT @ run.reduction.size.unsqueeze(-1)).squeeze(-1).log()
+        return bias if bias.dim() == 1 else bias[:, None, None]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -181,8 +217,13 @@ class _Reduced(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.linear:
             return self.linear(run, *args, **kwargs)
+        if func is torch.addmm:  # transformers' Conv1D, on rows of all samples
+            bias, x, weight = args
+            return self.linear(run, x.unflatten(0, (-1, run.positions)), weight.t(), bias).flatten(0, 1)
         if func in (F.softmax, torch.softmax, Tensor.softmax):
             bias = self.key_bias(run, args[0].shape[-1])
+            # A query that is not kept may see no kept key: its row must not become a NaN.
+            bias = None if bias is None else bias.clamp(min=-1e30)
             return func(args[0] if bias is None else args[0] + bias, *args[1:], **kwargs)
         if func is F.scaled_dot_product_attention:
             q, k, v, *rest = args
@@ -196,7 +237,8 @@ class _Reduced(TorchFunctionMode):
                     mask, bias = (torch.ones_like(members).tril() @ members).log(), torch.zeros_like(bias)
                 if mask is not None and mask.dtype == torch.bool:
                     mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
-                kwargs["attn_mask"] = bias.view(*(1,) * (q.dim() - 1), -1) if mask is None else mask + bias
+                bias = bias.view(*(1,) * (q.dim() - 1), -1) if bias.dim() == 1 else bias
+                kwargs["attn_mask"] = bias if mask is None else mask + bias
             return func(q, k, v, **kwargs)
         if func is F.multi_head_attention_forward:
             return self.multi_head_attention(run, *args, **kwargs)
@@ -246,7 +288,7 @@ class _Reduced(TorchFunctionMode):
 
     def functional_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """A linear layer that may be the entrance or the exit of a branch."""
-        begins = next((run for run in self.functional if weight is run.weight(run.spec.entrance)), None)
+        begins = next((run for run in self.functional if run.has_weight(weight, run.spec.entrance)), None)
         if begins is not None:
             changed = self.enter(begins, (x,))
             x = x if changed is None else changed[0]
@@ -254,7 +296,7 @@ class _Reduced(TorchFunctionMode):
             return F.linear(x, weight, bias)
         run = self.now[-1]
         out = self.linear(run, x, weight, bias)
-        if run.spec.functional and weight is run.weight(run.spec.exit):
+        if run.spec.functional and run.has_weight(weight, run.spec.exit):
             changed = self.leave(run, out)
             out = out if changed is None else changed
         return out
@@ -262,18 +304,18 @@ class _Reduced(TorchFunctionMode):
     def linear(self, run: _Run, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         spec, site = run.spec, run.site
         reduced = site.keep_ratio < 1
-        if spec.out and weight is run.weight(spec.out) and reduced:
+        if spec.out and run.has_weight(weight, spec.out) and reduced:
             return F.linear(self.attended(run, x), weight, bias)
-        if site.method == "query" and not self.first and weight is run.weight(spec.gate):
+        if site.method == "query" and not self.first and run.has_weight(weight, spec.gate):
             return F.linear(self.slots_in_place(run, x), weight, bias)
-        if site.method == "query" and not self.first and weight is run.weight(spec.query):
+        if site.method == "query" and not self.first and run.has_weight(weight, spec.query):
             width = weight.shape[0] // 3 if spec.query.endswith(JOINT) else weight.shape[0]
             slots = _like(self.slots_in_place(run, _rows(x, run.form(x))), x, run.form(x))
             q = F.linear(slots, weight[:width], None if bias is None else bias[:width])
             rest = F.linear(x, weight[width:], None if bias is None else bias[width:])
             return torch.cat([q, rest], -1)
         out = F.linear(x, weight, bias)
-        is_last = any(weight is run.weight(name) for name in spec.last)
+        is_last = any(run.has_weight(weight, name) for name in spec.last)
         if self.save == "heavy" and not is_last and reduced and site.method in ("", "qkv"):
             out = self.saved(run, out)
         return out

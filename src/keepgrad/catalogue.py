@@ -52,7 +52,10 @@ class Example:
                 name, *given = name.split()
                 kind = getattr(transformers, name)
                 numbers = {key: int(value) for key, _, value in (one.partition("=") for one in given)}
-                return kind(kind.config_class(**numbers)).train()
+                config = kind.config_class(**numbers)
+                if hasattr(config, "use_cache"):
+                    config.use_cache = False  # as one trains
+                return kind(config).train()
         return models.create(self.model, device=device)
 
     def inputs(self, model: nn.Module) -> Any:
@@ -68,6 +71,9 @@ class Example:
 def _filled(tensor: Tensor) -> Tensor:
     return torch.randn(tensor.shape) if tensor.is_floating_point() else torch.ones(tensor.shape, dtype=torch.int64)
 
+
+SMALL_LLAMA = "hidden_size=1024 intermediate_size=2816 num_hidden_layers=4 num_key_value_heads=8"
+"""Language models are too large by default to be measured everywhere."""
 
 EXAMPLES = (
     Example("ViT, DeiT", "vit_small_patch16_224", ("vision_transformer", "deit")),
@@ -96,6 +102,11 @@ EXAMPLES = (
     Example("CLIP, vision", "transformers:CLIPVisionModel"),
     Example("CLIP, text", "transformers:CLIPTextModel"),
     Example("SigLIP, vision", "transformers:SiglipVisionModel"),
+    Example("Llama", f"transformers:LlamaModel {SMALL_LLAMA}"),
+    Example("Mistral", f"transformers:MistralModel {SMALL_LLAMA}"),
+    Example("Qwen 3", f"transformers:Qwen3Model {SMALL_LLAMA}"),
+    Example("Gemma 3", f"transformers:Gemma3TextModel {SMALL_LLAMA}"),
+    Example("GPT-2", "transformers:GPT2Model attn_pdrop=0 resid_pdrop=0 embd_pdrop=0"),
     Example("Swin", "transformers:SwinModel"),
     Example("ConvNeXt", "transformers:ConvNextModel"),
     Example("ConvNeXt V2", "transformers:ConvNextV2Model"),

@@ -36,6 +36,7 @@ DEFAULTS: dict[str, Any] = {
 
 PRESETS: dict[str, dict[str, Any]] = {
     "exact": {"keep_ratio": 1.0},
+    "text": {"keep_ratio": 1.0, "store": "int8"},
     "accurate": {"keep_ratio": {"attention": 1.0, "mlp": 0.5}, "schedule": "careful"},
     "balanced": {"keep_ratio": 0.5, "attention": "query", "schedule": "careful"},
     "small": {"keep_ratio": {"attention": 1.0, "mlp": 0.5}, "schedule": "careful", "save": "input"},
@@ -48,7 +49,8 @@ class KeepConfig:
     """What to keep, where.
 
     Args:
-        preset: "exact", "accurate", "balanced", "small" or "paper". With neither preset nor keep_ratio: "accurate".
+        preset: "exact", "text", "accurate", "balanced", "small" or "paper". With neither preset nor keep_ratio: "text"
+            for blocks whose positions are words, "accurate" for all others.
         keep_ratio: the share of positions whose gradient is kept, in (0, 1]: a number; one for each of
             `{"attention": ..., "mlp": ...}` (a branch left out keeps everything); a list with one per chosen block,
             in the order of the blocks; or a function of the number of a chosen block and how many there are.
@@ -120,11 +122,11 @@ class KeepConfig:
         if varied and not isinstance(self.keep_ratio, (int, float, Mapping, type(None))):
             raise ConfigError(f"schedule={self.schedule!r} goes with one keep_ratio; a list or function is a schedule")
 
-    def settings(self) -> Settings:
-        """The values in force: the user's, the preset's, the defaults."""
+    def settings(self, text: bool = False) -> Settings:
+        """The values in force, for blocks of `text` or for others: the user's, the preset's, the defaults."""
         preset = self.preset
         if preset is None and self.keep_ratio is None:
-            preset = "accurate"
+            preset = "text" if text else "accurate"
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "preset"}
         given = {name: value for name, value in given.items() if value is not None}
         values = {**DEFAULTS, **(PRESETS[preset] if preset else {}), **given}

@@ -18,6 +18,7 @@ from torch import Tensor
 from ._torch import is_fake
 from .errors import MapTooSmallError
 from .ops.store import dither
+from .padding import real_positions, sample_padded
 from .plan import Site
 from .sampling import Kept, Layout, as_tensor, hashed, sample, slot_count
 
@@ -30,6 +31,7 @@ class Draw:
     def __init__(self, step_seed: int | Tensor) -> None:
         self.step_seed = step_seed
         self.kept: dict[tuple[Any, ...], Kept | None] = {}
+        self.real: dict[int, tuple[Tensor, Tensor]] = {}  # masks of scores, and which positions are not padding
         self.heads: dict[tuple[Any, ...], Tensor] = {}
         self.noise: dict[torch.device, Tensor] = {}
         self.seen: set[tuple[str, str]] = set()
@@ -108,8 +110,10 @@ class Shared:
             seed += self.redraws
         return seed
 
-    def kept(self, draw: Draw, site: Site, x: Tensor, layout: Layout) -> Kept | None:
-        """The slots of a site."""
+    def kept(self, draw: Draw, site: Site, x: Tensor, layout: Layout, mask: Tensor | None = None) -> Kept | None:
+        """The slots of a site. `mask` is that of the attention scores, where it may tell what is padding."""
+        if mask is not None:
+            return self._kept_of_padded(draw, site, x, layout, mask)
         key = (x.shape[0], layout, site.keep_ratio, site.mask, site.reduce, x.device)
         if key not in draw.kept:
             tables = None if torch.compiler.is_compiling() else self.tables
@@ -117,6 +121,17 @@ class Shared:
                 draw.kept[key] = sample(draw.step_seed, *key, tables)
             except MapTooSmallError as error:
                 raise MapTooSmallError(f"{site.name} ({site.kind}): {error}") from None
+        return draw.kept[key]
+
+    def _kept_of_padded(self, draw: Draw, site: Site, x: Tensor, layout: Layout, mask: Tensor) -> Kept | None:
+        """The slots of sequences with padding; those of layers that are given the same mask are the same."""
+        if id(mask) not in draw.real:
+            draw.real[id(mask)] = (mask, real_positions(mask).expand(x.shape[0], -1))  # held: no other has its id
+        key = (x.shape[0], layout, site.keep_ratio, site.mask, site.reduce, id(mask))
+        if key not in draw.kept:
+            real = draw.real[id(mask)][1]
+            seed = as_tensor(draw.step_seed, x.device)
+            draw.kept[key] = sample_padded(seed, real, site.keep_ratio, site.mask, site.reduce)
         return draw.kept[key]
 
     def heads(self, draw: Draw, site: Site, heads: int, device: torch.device) -> Tensor:

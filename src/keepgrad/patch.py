@@ -299,7 +299,7 @@ class _Run:
         elif reduced:
             layout = self._layout(x.shape[1], shape or program.layout, site.cell)
             try:
-                kept = self.shared.kept(draw, site, x, layout)
+                kept = self.shared.kept(draw, site, x, layout, self._padded(x, options))
             except MapTooSmallError:
                 if site.tier == 1:
                     raise
@@ -311,6 +311,13 @@ class _Run:
         for item in self.block.adapter.branches(self.block.module)[kind]:
             x = item(x, **options) if isinstance(item, Attention) else item(x)
         return x if residual is None else residual + x
+
+    def _padded(self, x: Tensor, options: dict[str, Any]) -> Tensor | None:
+        """The mask of the scores, if this is text and the mask may say that some of it is padding."""
+        mask = options.get("attn_mask")
+        if mask is None or not self.block.is_text or mask.dim() != 4 or torch.compiler.is_compiling():
+            return None
+        return mask if mask.shape[0] in (1, x.shape[0]) and mask.shape[-1] == x.shape[1] else None
 
     def _layout(self, count: int, shape: tuple[int, ...] | None, cell: int) -> Layout:
         """How `count` positions lie: as `shape` says, or as the patches of the images."""

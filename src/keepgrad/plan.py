@@ -48,7 +48,8 @@ class Site:
 class Plan:
     """All sites of a model with their settings. `print(plan)` shows it; `to_dict` and `to_json` are for machines.
 
-    `packs_the_rest` says that what the model saves outside of sites is stored in 8 bits too.
+    `text_preset` is that of the blocks whose positions are words, where it is another. `packs_the_rest` says that what
+    the model saves outside of sites is stored in 8 bits too.
     """
 
     model: str
@@ -56,6 +57,7 @@ class Plan:
     sites: tuple[Site, ...]
     packs_the_rest: bool = False
     skipped: tuple[tuple[str, str], ...] = ()
+    text_preset: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,6 +67,7 @@ class Plan:
 
     def __str__(self) -> str:
         head = f"keepgrad plan for {self.model}" + (f", preset {self.preset!r}" if self.preset else "")
+        head += f", {self.text_preset!r} for text" if self.text_preset else ""
         rest = ["the rest of the model: nothing reduced, saved values stored in 8 bits"] if self.packs_the_rest else []
         if not self.sites:
             return "\n".join([f"keepgrad plan for {self.model}", *rest])
@@ -89,6 +92,9 @@ def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Bl
     """
     settings = config.settings()
     found = find_blocks(model, settings.modules)
+    of_text = config.settings(text=True)
+    if found and all(block.is_text for block in found):
+        settings = of_text
     kinds = {kind for block in found for kind in block.kinds}
     _check_declared(settings, found, type(model).__name__)
     if not found and settings.reduces_nothing:
@@ -106,7 +112,10 @@ def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Bl
         raise ConfigError("attention='off' and mlp=False leave no branch to reduce; turn one of them on")
 
     chosen = _chosen(found, settings)
-    ratio_of = _ratios(settings, kinds, found, chosen)
+    ratio_of = {
+        False: _ratios(settings, kinds, found, chosen),
+        True: _ratios(of_text, kinds, found, chosen),
+    }
     coarsest = max(block.stride for block in chosen)
     entries: list[tuple[Block, list[Site]]] = []
     counted: dict[Any, tuple[float, float]] = {}
@@ -117,8 +126,8 @@ def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Bl
             if kind not in kinds:
                 continue
             try:
-                ratio = ratio_of[kind][block.index]
-                sites.append(_site(block, kind, ratio, settings, max(1, coarsest // block.stride), counted))
+                ratio, own = ratio_of[block.is_text][kind][block.index], of_text if block.is_text else settings
+                sites.append(_site(block, kind, ratio, own, max(1, coarsest // block.stride), counted))
             except Unsupported as why:
                 skipped.append((f"{block.name}.{kind}", str(why)))
         if sites:
@@ -128,7 +137,9 @@ def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Bl
         raise NoSiteError(f"no branch of {type(model).__name__} can be reduced. {name}: {reason}")
     sites = [site for _, group in entries for site in group]
     name, rest = type(model).__name__, settings.packs_the_rest
-    return Plan(name, settings.preset, tuple(sites), rest, tuple(skipped)), entries
+    other = any(block.is_text for block, _ in entries) and of_text.preset != settings.preset
+    text_preset = of_text.preset if other else None
+    return Plan(name, settings.preset, tuple(sites), rest, tuple(skipped), text_preset), entries
 
 
 def _check_declared(settings: Settings, found: list[Block], model: str) -> None:

@@ -85,6 +85,9 @@ class Kept:
         size: `[slots]`, how many members each group has.
     """
 
+    is_shared = True
+    """Whether all samples share the mask."""
+
     def __init__(
         self,
         reduce: str,

@@ -8,5 +8,6 @@ from .timm_windows import FAMILIES as TIMM_WINDOWS
 from .torch_nn import FAMILIES as TORCH_NN
 from .torchvision import FAMILIES as TORCHVISION
 from .transformers import FAMILIES as TRANSFORMERS
+from .transformers_text import FAMILIES as TRANSFORMERS_TEXT
 
-FAMILIES = {**TIMM, **TIMM_VIT, **TIMM_WINDOWS, **TORCH_NN, **TORCHVISION, **TRANSFORMERS}
+FAMILIES = {**TIMM, **TIMM_VIT, **TIMM_WINDOWS, **TORCH_NN, **TORCHVISION, **TRANSFORMERS, **TRANSFORMERS_TEXT}

@@ -20,6 +20,7 @@ class Family:
 
     `specs` has the branches by the class name of the patched module and the kind of branch. `output` takes the tensor
     from what the model returns. `limit` is the share of full backprop's saved values that 0.5 may save in the branches.
+    `rtol` is larger where the model itself computes in float32, whatever the type of its parameters.
     `apart` is a context in which the model has its branches in modules of their own, for the oracle, where they are
     not.
     """
@@ -30,6 +31,7 @@ class Family:
     methods: tuple[str, ...] = ("qkv", "query", "head")
     output: Callable[[object], Tensor] = lambda out: out
     limit: float = 0.40
+    rtol: float = 1e-7  # of gradients, in float64
     apart: Callable[[nn.Module], AbstractContextManager] = lambda model: nullcontext()
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -59,6 +60,10 @@ def dino_layer(prefix: int, last: str = "mlp.fc2") -> dict[str, Branch]:
     return layer(tokens(4, prefix), "norm1 norm2", NEW, "layer_scale1 layer_scale2", last)
 
 
+def padded(branches: dict[str, Branch], side: str) -> dict[str, Branch]:
+    return {kind: replace(branch, real=REAL[side]) for kind, branch in branches.items()}
+
+
 def clip_layer(prefix: int) -> dict[str, Branch]:
     """Of images of 4 x 4 patches, or of 16 words: where the number does not tell which, there is no class token."""
 
@@ -69,13 +74,15 @@ def clip_layer(prefix: int) -> dict[str, Branch]:
     return layer(layout, "layer_norm1 layer_norm2", attention, "self_attn mlp", "mlp.fc2")
 
 
-def words(dtype: torch.dtype, padded: bool = False) -> dict[str, Tensor]:
-    """Sixteen words, which are no image of four by four patches."""
+REAL = {side: torch.ones(2, 16, dtype=torch.bool) for side in ("right", "left")}
+"""Which words are not padding."""
+REAL["right"][0, 11:] = REAL["right"][1, 5:] = REAL["left"][0, :5] = False
+
+
+def words(dtype: torch.dtype, padded: str = "") -> dict[str, Tensor]:
+    """Sixteen words, which are no image of four by four patches; `padded` on the right or on the left."""
     found = {"input_ids": torch.randint(3, 40, (2, 16), generator=torch.Generator().manual_seed(1))}
-    if padded:
-        found["attention_mask"] = torch.ones(2, 16, dtype=torch.long)
-        found["attention_mask"][0, 11:] = 0
-    return found
+    return {**found, "attention_mask": REAL[padded].long()} if padded else found
 
 
 def words_and_images(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -103,8 +110,6 @@ def convnext_layer(norm: str, last: str) -> dict[str, Branch]:
     return {"mlp": Branch(norm, "drop_path", of_map, "nhwc", exit_form="nchw", last=(last,))}
 
 
-# An MLP in a layer that is not known, which is a site by itself.
-LLAMA_MLP = {"mlp": Branch("", "", Layout((16,)), last=("down_proj",))}
 VIDEO = {**SIZES, "image_size": 32, "patch_size": 8, "num_frames": 4, "tubelet_size": 2}
 TEXT = {**SIZES, "vocab_size": 40, "max_position_embeddings": 16, "eos_token_id": 39, "bos_token_id": 1}
 BEIT = {**VIT, "use_relative_position_bias": True, "layer_scale_init_value": 0.5, "drop_path_rate": 0.0}
@@ -156,12 +161,9 @@ if find_spec("transformers") is not None:
         "HF CLIP": Family(clip_model, words_and_images, {"CLIPEncoderLayer": clip_layer(1)}, output=both),
         "HF CLIP text": Family(
             partial(model, "CLIPTextModel", **TEXT),
-            partial(words, padded=True),
-            {"CLIPEncoderLayer": clip_layer(1)},
+            partial(words, padded="right"),
+            {"CLIPEncoderLayer": padded(clip_layer(1), "right")},
             output=hidden,
-        ),
-        "HF Llama": Family(
-            partial(model, "LlamaModel", **TEXT), partial(words, padded=True), {"LlamaMLP": LLAMA_MLP}, (), hidden
         ),
         "HF VideoMAE": Family(
             partial(model, "VideoMAEModel", **VIDEO), clips, {"VideoMAELayer": VIDEO_LAYER}, output=hidden

@@ -16,7 +16,8 @@ class RunBranch(Protocol):
     """Runs the branch `kind` of a block in the engine, or as the list of modules it is.
 
     `x` is rows `[batch, positions, channels]`. `residual` is added to the result. `shape` is that of the map the
-    rows come from, where the block's forward knows it. `options` go to attention. `kinds` are the block's branches.
+    rows come from, where the block's forward knows it. `options` go to attention; for text, `attn_mask` tells every
+    branch what is padding. `kinds` are the block's branches.
     """
 
     kinds: tuple[str, ...]

@@ -280,8 +280,9 @@ class EncoderLayer(Layer):
             raise NotRows
         attn = one_of(m, "attention", "self_attn")
         check_call(attn, given, self.known)
-        x = run("attention", x, x, **self.options(m, attn, x, given))
-        x = run("mlp", x, x)
+        options = self.options(m, attn, x, given)
+        x = run("attention", x, x, **options)
+        x = run("mlp", x, x, attn_mask=options["attn_mask"])
         return (x,) if "output_attentions" in names_of(m) else x
 
     def options(self, m: Any, attn: Any, x: Tensor, given: dict[str, Any]) -> dict[str, Any]:

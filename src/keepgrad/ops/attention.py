@@ -41,7 +41,10 @@ METHODS = ("qkv", "query", "head", "off")
 
 
 class Places(NamedTuple):
-    """Which positions and heads some rows have; None means all of them, in order."""
+    """Which positions and heads some rows have; None means all of them, in order.
+
+    `positions` is `[n]`, the same for all samples, or `[batch, n]`.
+    """
 
     positions: Tensor | None = None
     heads: Tensor | None = None
@@ -50,7 +53,21 @@ class Places(NamedTuple):
         """The entries of `table` for these positions along `dim`; a size of 1 stands for every position."""
         if self.positions is None or table.shape[dim] == 1:
             return table
+        if self.positions.dim() == 2:
+            return self._pick_of_each(table, dim)
         return table.index_select(dim, self.positions)
+
+    def _pick_of_each(self, table: Tensor, dim: int) -> Tensor:
+        """The entries of a table of up to four dimensions, the first of which is that of the samples, for the positions
+        of each sample."""
+        assert self.positions is not None
+        batch, count = self.positions.shape
+        table = table.view(*(1,) * (4 - table.dim()), *table.shape)
+        table = table.expand(batch, *table.shape[1:])
+        shape = [1] * 4
+        shape[0], shape[dim] = batch, count
+        index = self.positions.view(shape)
+        return table.take_along_dim(index, dim)
 
     def pick_heads(self, table: Tensor, dim: int) -> Tensor:
         """The entries of `table` for these heads along `dim`; a size of 1 stands for every head."""

@@ -284,6 +284,8 @@ def _in_pieces(
     """
     if kept is None or x.device.type != "cpu" or spec.autocast is not None or torch.compiler.is_compiling():
         return None
+    if not kept.is_shared:
+        return None  # each sample has a mask of its own
     end = spec.count
     while end and isinstance(spec.stages[end - 1], Noise):
         end -= 1
