@@ -309,10 +309,9 @@ class SelfAttention(Stage):
             return (qkv,)
         if self.method == "qkv":
             return (kept.gather(qkv),)
-        return tuple(
-            kept.gather(one) if number not in (1, 2) else one.contiguous()
-            for number, one in enumerate(self.sections(qkv))
-        )
+        q, keys, values, *gate = self.core.sections
+        slots = [kept.gather(qkv[..., :q]), *(kept.gather(qkv[..., -one:]) for one in gate)]
+        return slots[0], qkv[..., q : q + keys + values].contiguous(), *slots[1:]
 
     def _pick_heads(self, rows: Tensor, heads: Tensor) -> Tensor:
         return rows.unflatten(-1, (self.core.heads, -1)).index_select(-2, heads).flatten(-2)
@@ -371,25 +370,28 @@ class SelfAttention(Stage):
 
     def _vjp_queries(self, at: Point, kept: Kept, rows: Tensors) -> tuple[Tensor, Pull]:
         tensors, needs = self.split_tensors(at.tensors)[1], self.split_tensors(at.needs)[1]
-        key_bias, others = None, len(rows) - 1
+        key_bias, others, edges = None, len(rows) - 1, _edges(self.core.sections)
         if self.core.causal:
             key_bias = kept.picked.unsqueeze(1) >= torch.arange(kept.positions, device=kept.picked.device)
 
-        def core(q: Tensor, *given: Tensor) -> Tensor:
-            return self.core((q, *given[:others]), given[others:], Places(kept.picked), Places(), key_bias)
+        def core(q: Tensor, kv: Tensor, *given: Tensor) -> Tensor:
+            keys_and_values = kv.split(self.core.sections[1:3], -1)
+            gate, own = given[: others - 1], given[others - 1 :]
+            return self.core((q, *keys_and_values, *gate), own, Places(kept.picked), Places(), key_bias)
 
         out, pull_core = partial_vjp(core, rows[0], (*rows[1:], *tensors), ((True,) * others + needs))
 
         def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
             dq, found = pull_core(grad)
-            edges = _edges(self.core.sections)
-            jobs = [
-                _Job(*edge, None, d, number not in (1, 2))
-                for number, (edge, d) in enumerate(zip(edges, (dq, *found[:others]), strict=True))
-            ]
+            d_kv: Any = found[0]
+            first, last = edges[1][0], edges[2][1]
             if isinstance(self.projection, Linear):  # k and v by one matmul
-                joint = _Job(jobs[1].start, jobs[2].stop, None, torch.cat([jobs[1].grad, jobs[2].grad], -1), False)
-                jobs[1:3] = [joint]
+                jobs = [_Job(first, last, None, d_kv, False)]
+            else:
+                parts = zip(edges[1:3], d_kv.split(self.core.sections[1:3], -1), strict=True)
+                jobs = [_Job(*edge, None, d, False) for edge, d in parts]
+            gates = zip(edges[3:], found[1:others], strict=True)
+            jobs = [_Job(*edges[0], None, dq, True), *jobs, *(_Job(*edge, None, d, True) for edge, d in gates)]
             dx, given = self._project_back(at, kept, jobs)
             return dx, (*given, *found[others:])
 
@@ -422,7 +424,7 @@ class SelfAttention(Stage):
         """The backward of the projection for some of its output channels at a time."""
         layers = self._layers(*(self.split_tensors(given)[0] for given in (at.tensors, at.needs)))
         x_slots = None if at.x is None or kept is None else kept.gather(at.x)
-        grads: list[list[Tensor | None]] = [[None] * len(layer.tensors) for layer in layers]
+        pieces: list[list[tuple[Any, tuple[Tensor | None, ...]]]] = [[] for _ in layers]
         sums: dict[bool, Tensor | None] = {True: None, False: None}
         for job in jobs:
             number = next(i for i, layer in enumerate(layers) if layer.start <= job.start < layer.stop)
@@ -431,13 +433,10 @@ class SelfAttention(Stage):
             cut = tuple(t[own] for t in layer.tensors)
             x = x_slots if job.is_slots else at.x
             dx, found = layer.stage.backward(x, cut, layer.needs, job.grad, at.need_input)
-            for i, d in enumerate(found):
-                if d is not None:
-                    whole = grads[number][i]
-                    grads[number][i] = whole = d.new_zeros(layer.tensors[i].shape) if whole is None else whole
-                    whole[own] = d
+            pieces[number].append((own, found))
             before = sums[job.is_slots]
             sums[job.is_slots] = dx if before is None or dx is None else before + dx
+        grads = [_put_together(layer.tensors, some) for layer, some in zip(layers, pieces, strict=True)]
         dx, slots = sums[False], sums[True]
         if slots is not None:
             assert kept is not None
@@ -458,6 +457,26 @@ class SelfAttention(Stage):
 
     def redoable(self, reduced: bool) -> bool:
         return not reduced and self.method != "head"
+
+
+def _put_together(
+    tensors: Tensors, pieces: Sequence[tuple[Any, tuple[Tensor | None, ...]]]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of tensors from those of some of their rows. Slices follow one another; what is in none is zero."""
+    whole: list[Tensor | None] = []
+    for i, tensor in enumerate(tensors):
+        parts = [found[i] for _, found in pieces]
+        given = [one for one in parts if one is not None]
+        if not given:
+            whole.append(None)
+        elif all(isinstance(own, slice) for own, _ in pieces):
+            whole.append(given[0] if len(given) == 1 else torch.cat(given))
+        else:
+            grad = given[0].new_zeros(tensor.shape)
+            for (own, _), part in zip(pieces, given, strict=True):
+                grad[own] = part
+            whole.append(grad)
+    return tuple(whole)
 
 
 def _edges(widths: Sequence[int]) -> list[tuple[int, int]]:
