@@ -24,7 +24,8 @@ T = TypeVar("T")
 # Seconds in which further signals count as the first one: a launcher passes on what its process group has had already.
 SAME = 5.0
 
-_held: list[Any] = []
+_group: list[Any] = []
+"""The group over which the processes tell each other, once there is one."""
 
 __all__ = ["each", "noted_signals", "together"]
 
@@ -82,34 +83,24 @@ def together() -> Iterator[None]:
 
 def _lowest(value: int) -> int:
     """The lowest value of all processes."""
+    if not _group:
+        _group.append(dist.new_group(backend="gloo"))
     found = torch.tensor(value)
-    work = dist.all_reduce(found, dist.ReduceOp.MIN, group=_cpu_group(), async_op=True)
-    work.wait()
-    # Held until the next one: a thread of gloo that is the last to let go of a tensor aborts a process that is ending.
-    _held[:] = [work]
+    dist.all_reduce(found, dist.ReduceOp.MIN, group=_group[0])
     return int(found)
-
-
-_beside: list[Any] = []
-"""The group of `_cpu_group`, if there is one."""
-
-
-def _cpu_group() -> Any:
-    """A group of all processes that talks over the CPU: None, their own one, unless that is of an accelerator."""
-    if "gloo" in dist.get_backend():
-        return None
-    if not _beside:
-        _beside.append(dist.new_group(backend="gloo"))
-    return _beside[0]
 
 
 @atexit.register
 def _leave() -> None:
-    """End the groups before Python ends: a group that is still held then aborts the process."""
-    _beside.clear()
-    _held.clear()
+    """End the groups before Python ends.
+
+    A thread of gloo lets go of the last tensor a moment after everyone has its value, and for that it needs Python. If
+    Python has ended by then, the thread aborts the process. The end of a group waits for its threads, once nothing else
+    holds the group: so these words go over a group of their own, which no model holds.
+    """
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+    _group.clear()
 
 
 def each(items: Iterator[T]) -> Iterator[T]:
