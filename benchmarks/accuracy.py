@@ -229,7 +229,9 @@ def show(path: Path) -> None:
             steps = round(statistics.mean(int(row["steps"]) for row in some))
             cells = (name, f"{statistics.mean(tops):.2f}{spread}", len(tops), against, f"{ratio:.2f}x", f"{saved:.2f}x")
             print("| " + " | ".join(map(str, (*cells, steps))) + " |")
-        print("\n| stored in 8 bits | against | pairs | top-1, points | standard error |\n| --- | --- | --- | --- | --- |")
+        print(
+            "\n| stored in 8 bits | against | pairs | top-1, points | standard error |\n| --- | --- | --- | --- | --- |"
+        )
         for name, twin in TWINS.items():
             whole = {row["seed"]: float(row["top1"]) for row in own if row["setting"] == twin}
             some = [row for row in own if row["setting"] == name and row["seed"] in whole]
