@@ -282,10 +282,10 @@ def _in_pieces(
     hands it out again page by page. Drop path, at the end of a chain, draws its noise for all samples at once.
     Under autocast a chain runs whole, because there an estimate on the CPU stands for a run on an accelerator.
     """
-    if kept is None or x.device.type != "cpu" or spec.autocast is not None or torch.compiler.is_compiling():
+    if x.device.type != "cpu" or spec.autocast is not None or torch.compiler.is_compiling():
         return None
-    if not kept.is_shared:
-        return None  # each sample has a mask of its own
+    if noise is None if kept is None else not kept.is_shared:
+        return None  # all rows are saved as they are, or each sample has a mask of its own
     end = spec.count
     while end and isinstance(spec.stages[end - 1], Noise):
         end -= 1
@@ -302,7 +302,7 @@ def _in_pieces(
     starts = range(0, x.shape[0], count)
     for start in starts[:2] if only_counts(x) else starts:  # two stand for all: one is held while the next is made
         rows = x[start : start + count]
-        out, values, extras = _walk(spec, 0, end, rows, tensors, kept.of_first(len(rows)), noise)
+        out, values, extras = _walk(spec, 0, end, rows, tensors, kept and kept.of_first(len(rows)), noise)
         saved = [one for one in (*values, *(one for group in extras for one in group)) if one is not None]
         parts = [out, *(t for one in saved for t in (one[:2] if isinstance(one, Packed) else (one,)))]
         whole = whole or [part.new_empty(x.shape[0], *part.shape[1:]) for part in parts]
