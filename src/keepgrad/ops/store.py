@@ -96,8 +96,11 @@ def pack(tensor: Tensor, noise: Tensor, number: int = 0, keeps_signs: bool = Fal
     for some, some_codes, scale in _pieces(rows, codes.view(-1, group), scales.view(-1, 1)):
         some, code = cast(some, torch.float32), work[: len(some)]
         torch.amax(torch.abs(some, out=code), -1, keepdim=True, out=scale).clamp_(min=TINY).mul_(1 / LEVELS)
-        torch.addcmul(table[: len(some)], some, scale.reciprocal(), out=code).floor_()
-        some_codes.copy_(torch.where(code == 0, some.sign(), code) if keeps_signs else code)
+        rounded = code if keeps_signs else some
+        torch.addcmul(table[: len(some)], rounded, scale.reciprocal(), out=code).floor_()
+        if keeps_signs:
+            code.clamp_(min=1).mul_(some.sign())
+        some_codes.copy_(code)
     return Packed(codes, scales.view(torch.int32), tensor.dtype)
 
 
