@@ -4,6 +4,7 @@
 - `TorchDispatchMode` is how torch's own FLOP counter sees operations; it lives in a module with an underscore.
 - `FakeTensorMode` runs a model on tensors without data, `FakeTensor`s; torch.compile stands on it.
 - `Tensor.backward` puts modes that watch torch's functions out of force; the engine behind it does not.
+- Which mode watches torch's functions last can only be asked by a name with an underscore.
 - Whether the autograd engine is at work can only be asked by the number of its current task.
 """
 
@@ -22,7 +23,9 @@ __all__ = [
     "in_backward",
     "is_fake",
     "is_real",
+    "last_function_mode",
     "only_counts",
+    "tensors_of",
     "tree_leaves",
     "tree_map_only",
 ]
@@ -38,9 +41,27 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(hook, "__module__", "") not in QUIET_HOOKS for hooks in kinds for hook in hooks.values())
 
 
+def tensors_of(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Parameters and buffers of a model. Its own methods for it take the time of a block, too much for every step."""
+    parameters: list[torch.Tensor] = []
+    buffers: list[torch.Tensor] = []
+    left = [model]
+    while left:
+        module = left.pop()
+        parameters += [t for t in module._parameters.values() if t is not None]
+        buffers += [t for t in module._buffers.values() if t is not None]
+        left += [child for child in module._modules.values() if child is not None]
+    return parameters, buffers
+
+
 def in_backward() -> bool:
     """Whether the autograd engine is running."""
     return torch._C._current_graph_task_id() != -1
+
+
+def last_function_mode() -> object:
+    """The mode that sees calls of torch's functions first, the one that was entered last; None if there is none."""
+    return torch.overrides._get_current_function_mode()
 
 
 def fake_tensors() -> AbstractContextManager:

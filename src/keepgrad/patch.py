@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._torch import tree_leaves
+from ._torch import tensors_of, tree_leaves
 from .adapters import Block, Unsupported
 from .adapters.items import Attention, path_of
 from .adapters.position_wise import NotRows
@@ -195,8 +195,9 @@ class _RootForward(_Patch):
         """Packs what is saved outside of sites. torch.compile saves there what it saves anyway."""
         if not self.shared.packs_the_rest or torch.compiler.is_compiling():
             return nullcontext()
-        given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        return Outside(self.module.parameters(), [*self.module.buffers(), *given], self.shared.noise)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        parameters, buffers = tensors_of(self.module)
+        return Outside(parameters, buffers + given, self.shared.noise)
 
 
 class _EmbedForward(_Patch):

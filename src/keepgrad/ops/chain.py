@@ -38,9 +38,13 @@ Saved = Tensor | Packed | None
 
 
 class _Engine(threading.local):
-    """`saves` is True while autograd saves what a chain asks it to, which is packed already where it is to be."""
+    """`saves` is True while autograd saves what a chain asks it to, which is packed already where it is to be.
+
+    `outside` is what packs the rest of the model meanwhile (see `outside`); it need not watch what a chain does.
+    """
 
     saves = False
+    outside: Any = None
 
 
 engine = _Engine()
@@ -94,9 +98,12 @@ class Chain:
         if noise is None:
             return _Chain.apply(found, kept, x, residual, None, *tensors)
         engine.saves = True
+        paused = engine.outside is not None and engine.outside.pause()
         try:
             return _Chain.apply(found, kept, x, residual, noise, *tensors)
         finally:
+            if paused:
+                engine.outside.resume()
             engine.saves = False
 
     def plain(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from .._torch import is_fake, is_real
+from .._torch import is_fake, is_real, last_function_mode
 from .chain import engine
 from .stages import autocast_dtype, partial_vjp
 from .store import GROUP, TYPES, Packed, pack, packs, unpack
@@ -79,10 +79,12 @@ class Outside(TorchFunctionMode):
         self.caller: Any = None
         self.made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
         self.hooks: saved_tensors_hooks | None = None
+        self.before: Outside | None = None
 
     def __enter__(self) -> Outside:
         self.hooks = saved_tensors_hooks(self.pack, self.unpack)
         self.hooks.__enter__()
+        self.before, engine.outside = engine.outside, self
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -90,6 +92,17 @@ class Outside(TorchFunctionMode):
         assert self.hooks is not None
         self.hooks.__exit__(*error)
         self.hooks = None  # it holds this
+        engine.outside = self.before
+
+    def pause(self) -> bool:
+        """Stop watching torch's functions, which costs time in each of them; False if another mode does not let it."""
+        if last_function_mode() is not self:
+            return False
+        super().__exit__(None, None, None)
+        return True
+
+    def resume(self) -> None:
+        super().__enter__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -37,8 +37,8 @@ ROWS = 2**18
 SHIFTS = 2**11
 """How far the random numbers are shifted, for a site and for a value in it, so that all are not rounded alike."""
 LEVELS = 126
-TINY = 1e-30
-"""The largest value of a group counts as at least this, so that no scale is zero or too small to divide by."""
+TINY = 1e-32
+"""Is added to every scale, so that none is zero or too small to divide by."""
 _SALT = 4
 
 
@@ -88,29 +88,45 @@ def pack(tensor: Tensor, noise: Tensor, number: int = 0, keeps_signs: bool = Fal
     """
     group = group_of(tensor.shape[-1])
     shape = (*tensor.shape[:-1], tensor.shape[-1] // group)
+    rows = tensor.reshape(-1, group)
+    count, at_once = rows.shape[0], _rows_at_once(rows)
+    shift = number * 131 % SHIFTS
+    table = noise[shift : shift + min(count, at_once) + group - 1].unfold(0, group, 1)
+    if count <= at_once:
+        code, scales = _rounded(rows, table, keeps_signs)
+        codes = code.to(torch.int8).view(*shape, group)
+        return Packed(codes, scales.view(*shape, 1).view(torch.int32), tensor.dtype)
     codes = torch.empty(*shape, group, dtype=torch.int8, device=tensor.device)
     scales = torch.empty(*shape, 1, dtype=torch.float32, device=tensor.device)
-    rows = tensor.reshape(-1, group)
-    table = noise[number * 131 % SHIFTS :].unfold(0, group, 1)
-    work = torch.empty(min(len(rows), _rows_at_once(rows)), group, dtype=torch.float32, device=tensor.device)
+    work = torch.empty(at_once, group, dtype=torch.float32, device=tensor.device)
     for some, some_codes, scale in _pieces(rows, codes.view(-1, group), scales.view(-1, 1)):
-        some, code = cast(some, torch.float32), work[: len(some)]
-        torch.amax(torch.abs(some, out=code), -1, keepdim=True, out=scale).clamp_(min=TINY).mul_(1 / LEVELS)
-        rounded = code if keeps_signs else some
-        torch.addcmul(table[: len(some)], rounded, scale.reciprocal(), out=code).floor_()
-        if keeps_signs:
-            code.clamp_(min=1).mul_(some.sign())
-        some_codes.copy_(code)
+        length = some.shape[0]
+        some_codes.copy_(_rounded(some, table[:length], keeps_signs, work[:length], scale)[0])
     return Packed(codes, scales.view(torch.int32), tensor.dtype)
+
+
+def _rounded(
+    rows: Tensor, noise: Tensor, keeps_signs: bool, code: Tensor | None = None, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Groups as whole numbers, still floats, and their scales; into `code` and `scale` where these are given."""
+    rows = cast(rows, torch.float32)
+    code = torch.abs(rows, out=code)
+    scale = torch.amax(code, -1, keepdim=True, out=scale).mul_(1 / LEVELS).add_(TINY)
+    torch.addcdiv(noise, code if keeps_signs else rows, scale, out=code).floor_()
+    if keeps_signs:
+        code.clamp_(min=1).mul_(rows.sign())
+    return code, scale
 
 
 def unpack(given: Packed) -> Tensor:
     """The tensor again, rounded."""
     codes, scales, dtype = given
     *shape, groups, group = codes.shape
+    scales = scales.view(torch.float32)
+    if codes.numel() <= _rows_at_once(codes) * group:
+        return cast(codes * scales, dtype).reshape(*shape, groups * group)
     out = torch.empty(*shape, groups * group, dtype=dtype, device=codes.device)
-    tables = (out.view(-1, group), codes.view(-1, group), scales.view(torch.float32).view(-1, 1))
-    for some, some_codes, scale in _pieces(*tables):
+    for some, some_codes, scale in _pieces(out.view(-1, group), codes.view(-1, group), scales.view(-1, 1)):
         some.copy_(some_codes).mul_(scale)
     return out
 
