@@ -547,6 +547,26 @@ def test_a_loss_that_is_no_number_names_the_step(folder, tmp_path):
         run.run()
 
 
+def test_losses_read_now_and_then_are_those_of_every_step(folder, tmp_path):
+    """On an accelerator the losses of some steps are read together."""
+    outcomes = []
+    for every in (1, 3):
+        run = trainer(folder, tmp_path / f"{every}", epochs=2)
+        run.read_every = every
+        outcomes.append(run.run().history)
+    assert [row["train_loss"] for row in outcomes[0]] == [row["train_loss"] for row in outcomes[1]]
+
+
+def test_a_nan_loss_that_is_not_read_yet_reaches_no_checkpoint(folder, tmp_path):
+    run = trainer(folder, tmp_path / "run", epochs=2, save_every=2)
+    run.read_every = 10**6
+    loss = run.task.loss
+    run.task.loss = lambda *args: loss(*args) * (float("nan") if run.state.step == 3 else 1)
+    with pytest.raises(keepgrad.DivergedError, match="the loss is nan at step 3, in epoch"):
+        run.run()
+    assert torch.load(tmp_path / "run" / "state.pt", weights_only=True)["step"] == 2
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

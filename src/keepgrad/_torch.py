@@ -19,6 +19,7 @@ __all__ = [
     "TorchDispatchMode",
     "backward",
     "fake_tensors",
+    "has_compiled_parts",
     "has_hooks",
     "in_backward",
     "is_fake",
@@ -52,6 +53,19 @@ def tensors_of(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]
         buffers += [t for t in module._buffers.values() if t is not None]
         left += [child for child in module._modules.values() if child is not None]
     return parameters, buffers
+
+
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Whether modules inside of the model were compiled by themselves, which saved-tensor hooks around them forbid."""
+    left = list(model._modules.values())
+    while left:
+        module = left.pop()
+        if module is None:
+            continue
+        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+            return True
+        left += module._modules.values()
+    return False
 
 
 def in_backward() -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._torch import tensors_of, tree_leaves
+from ._torch import has_compiled_parts, tensors_of, tree_leaves
 from .adapters import Block, Unsupported
 from .adapters.items import Attention, path_of
 from .adapters.position_wise import NotRows
@@ -192,8 +192,8 @@ class _RootForward(_Patch):
             self.shared.end(is_step and finished)
 
     def _rest(self, args: Any, kwargs: Any) -> AbstractContextManager:
-        """Packs what is saved outside of sites. torch.compile saves there what it saves anyway."""
-        if not self.shared.packs_the_rest or torch.compiler.is_compiling():
+        """Packs what is saved outside of sites, but not where torch.compile decides what is saved."""
+        if not self.shared.packs_the_rest or torch.compiler.is_compiling() or has_compiled_parts(self.module):
             return nullcontext()
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         parameters, buffers = tensors_of(self.module)

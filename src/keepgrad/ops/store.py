@@ -88,34 +88,32 @@ def pack(tensor: Tensor, noise: Tensor, number: int = 0, keeps_signs: bool = Fal
     """
     group = group_of(tensor.shape[-1])
     shape = (*tensor.shape[:-1], tensor.shape[-1] // group)
-    rows = tensor.reshape(-1, group)
-    count, at_once = rows.shape[0], _rows_at_once(rows)
+    count, at_once = tensor.numel() // group, _rows_at_once(tensor)
     shift = number * 131 % SHIFTS
     table = noise[shift : shift + min(count, at_once) + group - 1].unfold(0, group, 1)
+    bits = torch.empty(*shape, 1, dtype=torch.int32, device=tensor.device)
+    scales = bits.view(torch.float32)
     if count <= at_once:
-        code, scales = _rounded(rows, table, keeps_signs)
-        codes = code.to(torch.int8).view(*shape, group)
-        return Packed(codes, scales.view(*shape, 1).view(torch.int32), tensor.dtype)
+        code = _rounded(tensor.reshape(*shape, group), table.view(*shape, group), keeps_signs, scales)
+        return Packed(code.to(torch.int8), bits, tensor.dtype)
+    rows = tensor.reshape(-1, group)
     codes = torch.empty(*shape, group, dtype=torch.int8, device=tensor.device)
-    scales = torch.empty(*shape, 1, dtype=torch.float32, device=tensor.device)
     work = torch.empty(at_once, group, dtype=torch.float32, device=tensor.device)
     for some, some_codes, scale in _pieces(rows, codes.view(-1, group), scales.view(-1, 1)):
         length = some.shape[0]
-        some_codes.copy_(_rounded(some, table[:length], keeps_signs, work[:length], scale)[0])
-    return Packed(codes, scales.view(torch.int32), tensor.dtype)
+        some_codes.copy_(_rounded(some, table[:length], keeps_signs, scale, work[:length]))
+    return Packed(codes, bits, tensor.dtype)
 
 
-def _rounded(
-    rows: Tensor, noise: Tensor, keeps_signs: bool, code: Tensor | None = None, scale: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Groups as whole numbers, still floats, and their scales; into `code` and `scale` where these are given."""
+def _rounded(rows: Tensor, noise: Tensor, keeps_signs: bool, scale: Tensor, code: Tensor | None = None) -> Tensor:
+    """Groups as whole numbers that are still floats, in `code` if it is given. Their scales are written to `scale`."""
     rows = cast(rows, torch.float32)
     code = torch.abs(rows, out=code)
-    scale = torch.amax(code, -1, keepdim=True, out=scale).mul_(1 / LEVELS).add_(TINY)
+    torch.amax(code, -1, keepdim=True, out=scale).mul_(1 / LEVELS).add_(TINY)
     torch.addcdiv(noise, code if keeps_signs else rows, scale, out=code).floor_()
     if keeps_signs:
         code.clamp_(min=1).mul_(rows.sign())
-    return code, scale
+    return code
 
 
 def unpack(given: Packed) -> Tensor:

@@ -37,6 +37,8 @@ from .stop import noted_signals, together
 
 R = TypeVar("R", bound=RunFlags)
 
+READ_EVERY = 10
+"""After so many steps the losses are read off an accelerator: each reading makes the host wait for it."""
 STEPS_AT = (2 / 3, 11 / 12)  # of a run: after epochs 8 and 11 of 12, or 24 and 33 of 36
 
 __all__ = ["Outcome", "Task", "Trainer", "accelerator_for", "fitted"]
@@ -178,6 +180,8 @@ class Trainer:
         self.scheduler = self._schedule()
         self.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=config.amp == "fp16")
         self.moved = False  # since the state was written
+        self.losses: list[torch.Tensor] = []  # of the steps since they were last read
+        self.read_every = 1 if accelerator.device.type == "cpu" else READ_EVERY
         self.state = self._begin()
 
     def _schedule(self) -> Any:
@@ -291,11 +295,14 @@ class Trainer:
         with closing(self.task.batches(epoch, done * self.accumulation)) as batches:
             for number in range(done, self.steps_per_epoch):
                 began = time.perf_counter()
-                loss = self._step(self._group(batches, signals))
+                self._step(self._group(batches, signals))
+                is_last = number + 1 == self.steps_per_epoch
+                loss = self._read_losses() if is_last or len(self.losses) >= self.read_every else None
                 state.running["seconds"] = state.running.get("seconds", 0.0) + time.perf_counter() - began
-                rate = (number + 1) * self._samples() / state.running["seconds"]
-                record.step(state.step, loss, rate, self.accelerator.device)
-                if number + 1 == self.steps_per_epoch:
+                if loss is not None:
+                    rate = (number + 1) * self._samples() / state.running["seconds"]
+                    record.step(state.step, loss, rate, self.accelerator.device)
+                if is_last:
                     return  # it is saved with its evaluation
                 if self.config.save_every and state.step % self.config.save_every == 0:
                     self.save()
@@ -326,8 +333,8 @@ class Trainer:
         if self.moved:
             self.save()
 
-    def _step(self, group: list[Any]) -> float:
-        """One move of the optimizer; the loss before it."""
+    def _step(self, group: list[Any]) -> None:
+        """One move of the optimizer. The loss before it stays on the device until `_read_losses` asks for it."""
         from accelerate.utils import set_seed
 
         state, config = self.state, self.config
@@ -344,12 +351,7 @@ class Trainer:
                     loss = self.task.loss(self.model, batch) / len(group)
                 self.scaler.scale(loss).backward()
             total += loss.detach()
-        value = float(self.accelerator.reduce(total, "mean"))
-        if not math.isfinite(value):
-            raise DivergedError(
-                f"the loss is {value} at step {state.step}, in epoch {state.step // self.steps_per_epoch + 1}; what "
-                f"was saved before it is in {self.output}. Lower the learning rate or clip gradients, and --resume"
-            )
+        self.losses.append(total)
         if config.clip_grad is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_grad)
@@ -359,8 +361,26 @@ class Trainer:
         self.moved = True
         if self.ema is not None:
             self.ema.update(self.bare, step=state.step)
-        state.running["loss"] = state.running.get("loss", 0.0) + value
-        return value
+
+    def _read_losses(self) -> float | None:
+        """The last of the losses that were not read yet; all are added to those of the epoch.
+
+        Raises:
+            DivergedError: if one of them is not finite.
+        """
+        if not self.losses:
+            return None
+        values = self.accelerator.reduce(torch.stack(self.losses), "mean").tolist()
+        first = self.state.step - len(values)
+        self.losses.clear()
+        for step, value in enumerate(values, first):
+            if not math.isfinite(value):
+                raise DivergedError(
+                    f"the loss is {value} at step {step}, in epoch {step // self.steps_per_epoch + 1}; what was "
+                    f"saved before it is in {self.output}. Lower the learning rate or clip gradients, and --resume"
+                )
+            self.state.running["loss"] = self.state.running.get("loss", 0.0) + value
+        return values[-1]
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.accelerator.device.type, AMP[self.config.amp], enabled=self.config.amp is not None)
@@ -417,8 +437,9 @@ class Trainer:
 
         Raises:
             FileError: if they cannot be written; the state from before is still there.
-            DivergedError: if a weight is no finite number; then too.
+            DivergedError: if a loss or a weight is not finite; then too.
         """
+        self._read_losses()
         model, optimizer = weights_of(self.bare), optimizer_state_of(self.bare, self.optimizer)
         with together():
             if self.is_main:
