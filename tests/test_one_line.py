@@ -79,6 +79,7 @@ def line_of(capsys, *args):
         ("auto-augment", "", "give a rule of timm"),
         ("dataset", "hfds/", "dataset=hfds/ is not known"),
         ("output", "", "give a text, or leave it out"),
+        ("keep-ratio", f"attention={10**400}", "is outside (0, 1]"),
         ("keep-ratio", "half", "is no number, and not like attention=1,mlp=0.5"),
         ("model-kwargs", "img_size=-1", "img_size=-1: give a whole number from 1 to 8192"),
         ("model-kwargs", "num_classes=x", "num_classes='x': give a whole number from 1"),
