@@ -6,7 +6,6 @@ what the user gave, then the preset, then the defaults.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
