@@ -130,7 +130,7 @@ def create(name: str, *, size: int | None = None, device: str | None = None, **o
         except Exception as error:  # libraries raise many kinds for arguments that they do not check
             if number + 1 < len(attempts) and isinstance(error, TypeError):
                 continue  # a model for any size has no such option
-            given = ", ".join(f"{key}={value!s:.80}" for key, value in attempt.items())
+            given = ", ".join(f"{key}={value!s:.200}" for key, value in attempt.items())
             raise ConfigError(f"{name} cannot be made with {given or 'its defaults'}: {reason_of(error)}") from None
     raise AssertionError
 
