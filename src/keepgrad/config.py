@@ -6,7 +6,6 @@ what the user gave, then the preset, then the defaults.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -213,6 +212,6 @@ def check_number(value: object) -> float:
     """A keep-ratio in (0, 1], or a ConfigError."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"keep_ratio={value!r}: give a number in (0, 1], e.g. 0.5")
-    if not (math.isfinite(value) and 0 < value <= 1):
+    if not 0 < value <= 1:
         raise ConfigError(f"keep_ratio={value!r} is outside (0, 1]; 0.5 keeps the gradient of half of the positions")
     return float(value)

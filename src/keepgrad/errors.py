@@ -14,7 +14,16 @@ __all__ = [
     "NotAppliedError",
     "StoppedElsewhereError",
     "StoppedError",
+    "reason_of",
 ]
+
+
+def reason_of(error: BaseException, most: int = 300) -> str:
+    """What an error of another library says, in one line."""
+    text = " ".join(str(error).split())
+    if isinstance(error, (KeyError, IndexError)) or not text:
+        text = f"{type(error).__name__} {text}".strip()
+    return text[:most]
 
 
 class KeepgradError(Exception):

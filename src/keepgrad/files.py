@@ -17,7 +17,19 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-__all__ = ["locked", "make_folder", "written_whole"]
+__all__ = ["locked", "make_folder", "text_of", "written_whole"]
+
+
+def text_of(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        OSError: if it cannot be read, or is no plain file: a FIFO would make the reader wait for ever.
+        ValueError: if it is no text.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError("it is not a plain file")
+    return path.read_text()
 
 
 @contextmanager
@@ -27,6 +39,8 @@ def written_whole(path: Path) -> Iterator[Path]:
     Raises:
         FileError: if it could not be written; what was at `path` before is still there.
     """
+    if not path.name:
+        raise FileError(f"{path} is a folder; give the name of a file")
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")
     try:
         yield partial

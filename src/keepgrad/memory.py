@@ -17,6 +17,7 @@ and asks torch's allocator for the peak; the ledger says what it consists of.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -366,6 +367,8 @@ def _batch_without_data(batch: Any, like: Tensor | None) -> Any:
     if _is_shape(batch):
         if min(batch) < 1:
             raise InputError(f"the shape {tuple(batch)} has a size below 1; give a shape such as (64, 3, 224, 224)")
+        if math.prod(batch) >= 2**58:
+            raise InputError(f"the shape {tuple(batch)} has more values than a tensor can have; give a smaller one")
         if like is None:
             return torch.empty(tuple(batch))
         return torch.empty(tuple(batch), dtype=like.dtype if like.is_floating_point() else None, device=like.device)

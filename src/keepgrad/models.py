@@ -12,34 +12,90 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import ConfigError, KeepgradError
+from .errors import ConfigError, KeepgradError, reason_of
+from .numbers import Numbers
 
-__all__ = ["ARCHITECTURE", "batch_for", "check_architecture", "create", "load_weights", "size_of", "timm"]
+__all__ = [
+    "ARCHITECTURE",
+    "LARGEST",
+    "architecture",
+    "batch_for",
+    "check_takes",
+    "create",
+    "load_weights",
+    "size_of",
+    "timm",
+]
 
 LONGEST = 512
 """How many tokens a text has by default, where the model takes more."""
 
 
-ARCHITECTURE = {
-    *("act_layer", "class_token", "conv_mlp", "depth", "depths", "dims", "drop_path_rate", "drop_rate"),
-    *("dynamic_img_size", "embed_dim", "global_pool", "img_size", "in_chans", "init_values", "kernel_sizes"),
-    *("ls_init_value", "mlp_ratio", "norm_layer", "num_classes", "num_heads", "patch_size", "pos_embed", "qk_norm"),
-    *("qkv_bias", "reg_tokens", "stem_type", "use_grn", "window_size"),
+LARGEST = 8192
+"""Pixels a side of the largest images: one of them is 800 MB in float32, and a slip of the finger is more."""
+
+
+def _text(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ValueError("give a text")
+    return value
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("give true or false")
+    return value
+
+
+def _initial(value: Any) -> float | None:
+    return None if value is None else Numbers(float, least=0)(value)
+
+
+ARCHITECTURE: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("act_layer", "global_pool", "norm_layer", "pos_embed", "stem_type"), _text),
+    **dict.fromkeys(("class_token", "conv_mlp", "dynamic_img_size", "qk_norm", "qkv_bias", "use_grn"), _truth),
+    **dict.fromkeys(("dims", "embed_dim", "in_chans", "num_classes", "num_heads"), Numbers(int, least=1, most=2**24)),
+    **dict.fromkeys(("kernel_sizes", "patch_size", "window_size"), Numbers(int, least=1, most=LARGEST)),
+    **dict.fromkeys(("depth", "depths", "reg_tokens"), Numbers(int, least=0, most=10_000)),
+    **dict.fromkeys(("drop_path_rate", "drop_rate"), Numbers(float, least=0, below=1)),
+    **dict.fromkeys(("init_values", "ls_init_value"), _initial),
+    "img_size": Numbers(int, least=1, most=LARGEST),
+    "mlp_ratio": Numbers(float, above=0, most=1000),
 }
-"""Arguments of timm's models that a file of weights may choose: they say what is built, and open no file and no URL."""
+"""Arguments of timm's models that a flag or a file of weights may choose, and what each may be.
+
+They say what is built, and open no file and no URL.
+"""
 
 
-def check_architecture(options: Any, where: str) -> None:
-    """Raises ConfigError if there is another argument than those of `ARCHITECTURE`, or a value that is not plain."""
+SEVERAL = {
+    *("depths", "dims", "embed_dim", "img_size", "kernel_sizes", "mlp_ratio", "num_heads"),
+    *("patch_size", "window_size"),
+}
+"""Those that may be a list: one value for each stage, or for height and width."""
+
+
+def architecture(options: Any) -> dict[str, Any]:
+    """Arguments of a model, each of its kind in `ARCHITECTURE`.
+
+    Raises:
+        ValueError: if there is another one, or one of another kind.
+    """
     if not isinstance(options, dict):
-        raise ConfigError(f"{where} has {options!r:.80} for arguments of the model; give names and values")
+        raise ValueError("give names and values of the model's arguments, e.g. img_size=32,patch_size=4")
+    found = {}
     for name, value in options.items():
         if name not in ARCHITECTURE:
             known = ", ".join(sorted(ARCHITECTURE))
-            raise ConfigError(f"{where} has the argument {name!r:.80} of the model; only these are taken: {known}")
-        for one in value if isinstance(value, list) else [value]:
-            if not isinstance(one, (int, float, str, type(None))):
-                raise ConfigError(f"{where} has {name}={value!r:.80}; give a number, a text, or a list of them")
+            raise ValueError(f"{name!r:.80} is no argument of a model that can be chosen; these are: {known}")
+        kind = ARCHITECTURE[name]
+        try:
+            if isinstance(value, list) and name not in SEVERAL:
+                raise ValueError("give one value, not a list")
+            found[name] = [kind(one) for one in value] if isinstance(value, list) else kind(value)
+        except ValueError as error:
+            raise ValueError(f"{name}={value!r:.80}: {error}") from None
+    return found
 
 
 def timm() -> Any:
@@ -69,14 +125,13 @@ def create(name: str, *, size: int | None = None, device: str | None = None, **o
         try:
             with torch.device(device or "cpu"):
                 return make(own_name, **attempt).train()
-        except (TypeError, AssertionError, RuntimeError, ValueError) as error:
-            if isinstance(error, KeepgradError):
-                raise
+        except KeepgradError:
+            raise
+        except Exception as error:  # libraries raise many kinds for arguments that they do not check
             if number + 1 < len(attempts) and isinstance(error, TypeError):
                 continue  # a model for any size has no such option
-            reason = " ".join(str(error).split()) or type(error).__name__
-            given = ", ".join(f"{key}={value}" for key, value in attempt.items())
-            raise ConfigError(f"{name} cannot be made with {given or 'its defaults'}: {reason[:300]}") from None
+            given = ", ".join(f"{key}={value!s:.200}" for key, value in attempt.items())
+            raise ConfigError(f"{name} cannot be made with {given or 'its defaults'}: {reason_of(error)}") from None
     raise AssertionError
 
 
@@ -139,6 +194,33 @@ def size_of(model: Any, given: int | None) -> tuple[int, int, int]:
     return (channels, height, width) if given is None else (channels, given, given)
 
 
+def check_takes(model: nn.Module, shape: tuple[int, int, int]) -> None:
+    """Run one image without gradients, to say before training what a model does not take.
+
+    Args:
+        model: an image classifier, on the CPU.
+        shape: channels, height and width of its images.
+
+    Raises:
+        ConfigError: if the model fails, or does not give one row for an image.
+    """
+    sizes = " x ".join(map(str, shape))
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            found = model.eval()(torch.zeros(1, *shape))
+    except Exception as error:  # of whatever the model is made of
+        raise ConfigError(f"{type(model).__name__} takes no images of {sizes}: {reason_of(error)}") from None
+    finally:
+        model.train(was_training)
+    if not isinstance(found, Tensor) or found.dim() != 2 or not found.numel():
+        given = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ConfigError(
+            f"{type(model).__name__} gives {given} for an image of {sizes}; training needs one value per class: change "
+            "its arguments"
+        )
+
+
 def batch_for(model: Any, batch: int, size: int | None = None, length: int | None = None) -> Any:
     """What a training step of the model is given, without data: the shape of images, or the arguments of transformers'
     models.
@@ -178,5 +260,4 @@ def load_weights(model: nn.Module, path: Path) -> None:
     try:
         load_checkpoint(model, str(path), weights_only=True)
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"{path} does not load into the model: {reason[:300]}") from None
+        raise ConfigError(f"{path} does not load into the model: {reason_of(error)}") from None

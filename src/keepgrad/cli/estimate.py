@@ -22,7 +22,7 @@ from ..errors import CheckpointingError, ConfigError, MapTooSmallError, NoSiteEr
 from ..memory import AMP, OPTIMIZERS, MemoryReport, estimate
 from ..patch import apply
 from ..report import Table, readable_bytes
-from .numbers import positive
+from .numbers import pixels, positive
 
 __all__ = ["add_arguments", "run"]
 
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = "a model of timm, e.g. vit_base_patch16_224; torchvision:NAME; or hf:NAME_OR_FOLDER (with a config.json)"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=which)
     parser.add_argument("--batch", type=positive, help="images or texts a step (default: 64)")
-    parser.add_argument("--size", type=positive, help="pixels a side (default: the model's own)")
+    parser.add_argument("--size", type=pixels, help="pixels a side (default: the model's own)")
     parser.add_argument(
         "--length", type=positive, help=f"tokens a text (default: the model's own, at most {models.LONGEST})"
     )

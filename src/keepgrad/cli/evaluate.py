@@ -11,7 +11,7 @@ from pathlib import Path
 from .. import models
 from ..errors import ConfigError
 from ..report import Table
-from .numbers import positive
+from .numbers import from_zero, positive
 
 __all__ = ["add_arguments", "run"]
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset", default="", help="a kind of timm's create_dataset; --data is its root")
     parser.add_argument("--model", help="a model of timm, where the weights do not say what they are for")
     parser.add_argument("--batch-size", type=positive, default=64, help="(default: 64)")
-    parser.add_argument("--workers", type=int, default=4, help="processes that load data (default: 4)")
+    parser.add_argument("--workers", type=from_zero, default=4, help="processes that load data (default: 4)")
     parser.add_argument("--cpu", action="store_true", help="use no accelerator")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> None:
         model = models.create(args.model, num_classes=len(source.classes))
         models.load_weights(model, path)
         data_config = resolve_model_data_config(model)
+        models.check_takes(model, data_config["input_size"])
     model = model.to(accelerator.device).eval()
     start = time.perf_counter()
     found = evaluate(model, source, data_config, args.batch_size, args.workers, accelerator)

@@ -17,7 +17,7 @@ from ..fidelity import fidelity
 from ..patch import apply
 from ..train import flags
 from ..train.config import KeepFlags
-from .numbers import positive
+from .numbers import pixels, positive, seed
 
 __all__ = ["add_arguments", "run"]
 
@@ -26,11 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a model of timm, e.g. vit_base_patch16_224")
     parser.add_argument("--data", required=True, help="a folder or tar of images, one folder per class")
     parser.add_argument("--checkpoint", type=Path, help="weights to load (a state_dict); default: random ones")
-    parser.add_argument("--size", type=positive, help="pixels a side (default: the model's own)")
+    parser.add_argument("--size", type=pixels, help="pixels a side (default: the model's own)")
     parser.add_argument("--batch-size", type=positive, default=16, help="images a batch (default: 16)")
     parser.add_argument("--batches", type=positive, default=1, help="(default: 1)")
     parser.add_argument("--draws", type=positive, default=4, help="draws of the masks a batch (default: 4)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="(default: 0)")
     flags.add_arguments(parser, KeepFlags)
     parser.add_argument("--output", default="fidelity.png", help="the picture (default: fidelity.png)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> None:
     model = models.create(args.model, size=args.size, num_classes=len(source.classes))
     if args.checkpoint is not None:
         models.load_weights(model, args.checkpoint)
+    models.check_takes(model, models.size_of(model, args.size))
     print(source.found, file=sys.stderr if args.json else sys.stdout)
     batches = _batches(source, model, args)
     apply(model, KeepFlags(**flags.given(args, KeepFlags)).keep_config())

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
-__all__ = ["positive"]
+from ..numbers import Numbers
+from ..train.config import SEED, SIDE
+
+__all__ = ["from_zero", "pixels", "positive", "seed"]
 
 
-def positive(text: str) -> int:
-    """A whole number from 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return value
+def _argument(numbers: Numbers) -> Callable[[str], int]:
+    """For argparse, which shows no other errors."""
+
+    def parsed(text: str) -> int:
+        try:
+            return numbers(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r:.80}: {error}") from None
+
+    return parsed
+
+
+positive = _argument(Numbers(int, least=1, most=10**6))
+from_zero = _argument(Numbers(int, least=0, most=10**6))
+pixels = _argument(SIDE)
+seed = _argument(SEED)

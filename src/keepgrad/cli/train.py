@@ -83,8 +83,8 @@ def _config(args: argparse.Namespace) -> TrainConfig:
     file = {str(key).replace("-", "_"): value for key, value in file.items()}
     name = args.recipe or file.get("recipe")
     file.pop("recipe", None)
-    if name is not None and name not in RECIPES:
-        raise ConfigError(f"recipe {name!r} is not known; use one of {', '.join(RECIPES)}")
+    if name is not None and name not in list(RECIPES):
+        raise ConfigError(f"recipe {name!r:.80} is not known; use one of {', '.join(RECIPES)}")
     recipe = RECIPES[name] if name else {}
     before = continued({**file, **given})
     if not (before or recipe) and {**file, **given}.get("data") is None:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..train.config import TrainConfig
-from ..train.flags import flag, pairs
+from ..numbers import Numbers
+from ..train.config import COUNT, CROP, FROM_0, SEED, SIDE, TrainConfig, arguments
+from ..train.flags import check, flag
 
 __all__ = ["StudyConfig"]
+
+STEPS = Numbers(int, least=0, most=10**9)
 
 
 @dataclass(frozen=True)
@@ -24,31 +27,33 @@ class StudyConfig:
     val: str | None = flag(None, "images to evaluate on, where --data has no val/; else a tenth is held out")
     checkpoint: str | None = flag(None, "weights to study; those of keepgrad train name their model", metavar="FILE")
     model_kwargs: dict[str, Any] | None = flag(
-        None, "arguments of the model, e.g. img_size=32,patch_size=4", type=pairs, metavar="A=B"
+        None, "arguments of the model, e.g. img_size=32,patch_size=4", type=arguments, metavar="A=B"
     )
-    size: int | None = flag(None, "pixels a side (default: the model's own)", type=int, metavar="PIXELS")
-    crop_pct: float | None = flag(None, "share of the image that is seen (default: the model's own)", type=float)
-    batch_size: int = flag(32, "images a batch", metavar="N")
-    batches: int = flag(2, "batches whose gradients are compared", metavar="N")
-    draws: int = flag(4, "draws of the masks for each batch", metavar="N")
-    rounds: int = flag(5, "steps that are timed, in turns with full backprop", metavar="N")
-    prepare: int = flag(0, "steps of full backprop before the study, for weights that mean something", metavar="STEPS")
+    size: int | None = flag(None, "pixels a side (default: the model's own)", type=SIDE, metavar="PIXELS")
+    crop_pct: float | None = flag(None, "share of the image that is seen (default: the model's own)", type=CROP)
+    batch_size: int = flag(32, "images a batch", type=COUNT, metavar="N")
+    batches: int = flag(2, "batches whose gradients are compared", type=COUNT, metavar="N")
+    draws: int = flag(4, "draws of the masks for each batch", type=COUNT, metavar="N")
+    rounds: int = flag(5, "steps that are timed, in turns with full backprop", type=COUNT, metavar="N")
+    prepare: int = flag(
+        0, "steps of full backprop before the study, for weights that mean something", type=STEPS, metavar="STEPS"
+    )
     train: int = flag(
-        0, "steps of a short training with every setting, from the weights that are studied", metavar="STEPS"
+        0,
+        "steps of a short training with every setting, from the weights that are studied",
+        type=STEPS,
+        metavar="STEPS",
     )
-    seeds: int = flag(3, "such trainings of each setting", metavar="N")
-    lr: float = flag(5e-4, "highest learning rate of these steps")
-    workers: int = flag(4, "processes that load images; 0: the study itself", metavar="N")
+    seeds: int = flag(3, "such trainings of each setting", type=COUNT, metavar="N")
+    lr: float = flag(5e-4, "highest learning rate of these steps", type=FROM_0)
+    workers: int = flag(4, "processes that load images; 0: the study itself", type=STEPS, metavar="N")
     cpu: bool = flag(False, "use no accelerator")
-    seed: int = flag(0, "seed of everything")
+    seed: int = flag(0, "seed of everything", type=SEED)
     output: str | None = flag(None, "folder for the report (default: a new one in runs/)", metavar="DIR")
     resume: bool = flag(False, "continue the study in --output; start anew where it is empty", action="store_true")
 
     def __post_init__(self) -> None:
-        least = {"batch_size": 1, "batches": 1, "draws": 1, "rounds": 1, "prepare": 0, "train": 0, "seeds": 1}
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise ConfigError(f"{name}={getattr(self, name)}: give at least {value}")
+        check(self)
         if self.checkpoint is not None and not Path(self.checkpoint).is_file():
             raise ConfigError(f"checkpoint={self.checkpoint}: there is no such file")
         if self.resume and self.output is None:

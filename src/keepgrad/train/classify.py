@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import models
-from ..errors import ConfigError, InputError
+from ..errors import ConfigError, InputError, KeepgradError, reason_of
+from ..report import brief
 from . import digits
 from .config import TrainConfig
 from .images import Source, held_out, kind_of, loader, mode_of, open_images, part_of
-from .order import Batches
+from .order import Batches, seeded
 from .state import read_weights
 from .stop import each
 
@@ -32,8 +33,6 @@ class Classification:
     shown: tuple[str, ...] = ("val_loss", "top1", "top5")
 
     def __init__(self, config: TrainConfig, accelerator: Any) -> None:
-        from timm.data import create_transform
-
         self.config, self.accelerator = config, accelerator
         self.source, self.val = train_sources(config)
         if accelerator.is_main_process:
@@ -46,8 +45,9 @@ class Classification:
         self.model = _create(config, self.options)
         self.data_config = _data_config(self.model, config, self.options)
         self.classes = list(map(str, self.source.classes)) or list(map(str, range(self.options["num_classes"])))
-        self.transform = create_transform(
-            **self.data_config,
+        models.check_takes(self.model, self.data_config["input_size"])
+        self.transform = _transform(
+            self.data_config,
             is_training=True,
             no_aug=not config.aug,
             color_jitter=config.color_jitter,
@@ -55,7 +55,6 @@ class Classification:
             re_prob=config.erasing,
             re_mode="pixel",
         )
-        _keep_a_bit(self.transform)
         self.mixup = _mixup(config, self.options["num_classes"])
         place = {"process": accelerator.process_index, "processes": accelerator.num_processes}
         self.order = Batches(len(self.source), config.batch_size, config.seed, True, **place)
@@ -121,11 +120,9 @@ def evaluate(
     model: nn.Module, source: Source, data_config: dict[str, Any], batch_size: int, workers: int, accelerator: Any
 ) -> Metrics:
     """Loss and accuracy over all images, each once, whatever the number of processes."""
-    from timm.data import create_transform
-
     place = {"process": accelerator.process_index, "processes": accelerator.num_processes}
     order = Batches(len(source), batch_size, 0, False, **place)
-    transform = create_transform(**data_config, is_training=False)
+    transform = _transform(data_config, is_training=False)
     mode = mode_of(data_config["input_size"][0])
     sums = torch.zeros(4, dtype=torch.float64)
     for number, (images, labels) in enumerate(each(loader(source, transform, mode, 0, order.of(0), workers))):
@@ -178,7 +175,11 @@ def open_weights(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     if "model_kwargs" not in about:
         raise ConfigError(f"{path} does not say what model it is for; it was not written by keepgrad train")
     model = models.create(about["model"], size=about["size"], **about["model_kwargs"])
-    model.load_state_dict(weights)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ConfigError(f"{path} does not have the weights of the model it names: {reason_of(error)}") from None
+    models.check_takes(model, about["data_config"]["input_size"])
     return model.eval(), about
 
 
@@ -205,9 +206,8 @@ def _create(config: TrainConfig, options: dict[str, Any]) -> nn.Module:
         if not path.is_file():
             raise ConfigError(f"pretrained={config.pretrained}: there is no such file")
         # timm leaves the classifier out where the number of classes differs, and fits what depends on the image size.
-        overlay = {"file": str(path), "num_classes": _classes_in(path, config, options)}
-        if path.suffix != ".npz":
-            overlay["custom_load"] = False  # of the weights that timm itself has for the model
+        # The weights that timm itself has for the model may need a loader of their own; these do not.
+        overlay = {"file": str(path), "num_classes": _classes_in(path, config, options), "custom_load": False}
         return models.create(config.model, size=config.size, pretrained=True, pretrained_cfg_overlay=overlay, **options)
     return models.create(config.model, size=config.size, pretrained=True, **options)
 
@@ -222,11 +222,15 @@ def _classes_in(path: Path, config: TrainConfig, options: dict[str, Any]) -> int
     head = head if isinstance(head, str) else head[0]
     try:
         weights = load_state_dict(str(path), weights_only=True)
+        for name, value in weights.items():
+            if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_complex():
+                raise ValueError(f"{brief(name)} is {brief(value)}, no tensor of real numbers")
+            if not bool(torch.isfinite(value).all()):
+                raise ValueError(f"{name} has values that are no finite numbers")
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"pretrained={path} cannot be read as weights: {reason[:200]}") from None
+        raise ConfigError(f"pretrained={path} cannot be read as weights: {reason_of(error)}") from None
     found = weights.get(f"{head}.weight")
-    return options["num_classes"] if found is None else found.shape[0]
+    return found.shape[0] if found is not None and found.dim() else options["num_classes"]
 
 
 def _data_config(model: nn.Module, config: TrainConfig, options: dict[str, Any]) -> dict[str, Any]:
@@ -236,7 +240,8 @@ def _data_config(model: nn.Module, config: TrainConfig, options: dict[str, Any])
     channels = options.get("in_chans", 3)
     size = config.size or options.get("img_size")
     own = models.size_of(model, None)
-    given: dict[str, Any] = {"input_size": (channels, size, size) if size else (channels, *own[1:])}
+    sides = own[1:] if not size else tuple(size) if isinstance(size, list) else (size, size)
+    given: dict[str, Any] = {"input_size": (channels, *sides)}
     if config.crop_pct is not None:
         given["crop_pct"] = config.crop_pct
     if channels != 3:
@@ -250,6 +255,29 @@ def _mixup(config: TrainConfig, classes: int) -> Any:
     from timm.data import Mixup
 
     return Mixup(config.mixup, config.cutmix, label_smoothing=config.smoothing, num_classes=classes)
+
+
+def _transform(data_config: dict[str, Any], **options: Any) -> Any:
+    """A transform of timm that has been tried on an image.
+
+    Raises:
+        ConfigError: if it cannot be made, or fails.
+    """
+    from PIL import Image
+    from timm.data import create_transform
+
+    channels, height, width = data_config["input_size"]
+    try:
+        transform = create_transform(**data_config, **options)
+        _keep_a_bit(transform)
+        with seeded(0):
+            transform(Image.new(mode_of(channels), (width, height)))
+    except KeepgradError:
+        raise
+    except Exception as error:  # timm and Pillow raise many kinds
+        given = ", ".join(f"{name}={value!s:.40}" for name, value in {**data_config, **options}.items())
+        raise ConfigError(f"images cannot be prepared with {given}: {reason_of(error)}") from None
+    return transform
 
 
 def _keep_a_bit(transform: Any) -> None:

@@ -14,7 +14,7 @@ import io
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import InputError, KeepgradError
+from ..files import text_of
 from ..report import brief
 from .order import Unreadable, mixed_seed, seeded
 from .pixels import converted
@@ -75,24 +76,30 @@ class CocoFolder:
     def __init__(self, images: Path, annotations: Path, training: bool) -> None:
         self.folder, self.file = images, annotations
         found = _read(annotations)
-        try:
-            self.categories: dict[int, str] = {int(c["id"]): str(c["name"]) for c in found["categories"]}
-        except (KeyError, TypeError, ValueError):
-            raise InputError(f"{annotations}: every category needs an id, a number, and a name") from None
+        self.categories: dict[int, str] = {}
+        for category in found["categories"]:
+            if not _is_id(category.get("id")) or not isinstance(category.get("name"), str):
+                raise InputError(
+                    f"{annotations}: every category needs an id, a whole number of 64 bits, and a name; there is "
+                    f"{brief(category)}"
+                )
+            if category["id"] in self.categories:
+                raise InputError(f"{annotations}: two categories have the id {category['id']}; give each its own")
+            self.categories[category["id"]] = category["name"]
         self.problems: list[Problem] = []
         self.images: dict[int, dict[str, Any]] = {}
         for image in found["images"]:
             reason = self._image_problem(image)
             if reason:
-                self._leave_out(f"image {image.get('id')} ({image.get('file_name')})", reason)
+                self._leave_out(f"image {brief(image.get('id'))} ({brief(image.get('file_name'))})", reason)
             else:
                 self.images[image["id"]] = image
         self.annotations: dict[int, list[dict[str, Any]]] = {image: [] for image in self.images}
-        known = {image.get("id") for image in found["images"]}
+        known = {image["id"] for image in found["images"] if _is_id(image.get("id"))}
         for annotation in found["annotations"]:
             reason = self._problem(annotation, known)
             if reason:
-                self._leave_out(f"annotation {annotation.get('id')}", reason)
+                self._leave_out(f"annotation {brief(annotation.get('id'))}", reason)
             elif annotation["image_id"] in self.images and not (training and annotation.get("iscrowd")):
                 self.annotations[annotation["image_id"]].append(annotation)
         self.ids = [image for image in self.images if self.annotations[image] or not training]
@@ -106,25 +113,35 @@ class CocoFolder:
     def _image_problem(self, image: dict[str, Any]) -> str | None:
         if not {"id", "file_name", "height", "width"} <= image.keys():
             return "it lacks one of id, file_name, height and width"
+        if not _is_id(image["id"]):
+            return "its id is not a whole number of 64 bits"
+        if image["id"] in self.images:
+            return "an image before it has the same id"
         size = image["height"], image["width"]
         if not all(_is_number(side) and side > 0 and side == int(side) for side in size):
             return f"its height {size[0]!r} and width {size[1]!r} are not whole numbers above 0"
+        if not isinstance(image["file_name"], str):
+            return "its file name is not a text"
         if size[0] * size[1] > _most_pixels():
             return f"its {size[0]} x {size[1]} pixels are more than Pillow opens"
-        if not (self.folder / image["file_name"]).is_file():
-            return f"there is no file {self.folder / image['file_name']}"
-        return None
+        try:
+            is_there = (self.folder / image["file_name"]).is_file()
+        except (OSError, ValueError):  # too long, or with characters that no file can have
+            is_there = False
+        return None if is_there else f"there is no file {brief(str(self.folder / image['file_name']))}"
 
     def _problem(self, annotation: dict[str, Any], known: set[Any]) -> str | None:
         if not {"id", "image_id", "category_id", "bbox", "segmentation"} <= annotation.keys():
             return "it lacks one of id, image_id, category_id, bbox and segmentation"
-        if annotation["image_id"] not in known:
-            return f"there is no image {annotation['image_id']}"
-        if annotation["category_id"] not in self.categories:
-            return f"there is no category {annotation['category_id']}"
+        if not _is_id(annotation["image_id"]) or annotation["image_id"] not in known:
+            return f"there is no image {brief(annotation['image_id'])}"
+        if not _is_id(annotation["category_id"]) or annotation["category_id"] not in self.categories:
+            return f"there is no category {brief(annotation['category_id'])}"
+        if annotation.get("iscrowd", 0) not in (0, 1) or not _is_number(annotation.get("area", 0)):
+            return "its iscrowd is not 0 or 1, or its area is not a number"
         box = annotation["bbox"]
         if not isinstance(box, list) or len(box) != 4 or not all(_is_number(value) for value in box):
-            return f"its box {box!r} is not four numbers"
+            return f"its box {brief(box)} is not four numbers"
         if not (box[2] > 0 and box[3] > 0):
             return f"its box {box} has no area"
         image = self.images.get(annotation["image_id"])
@@ -142,8 +159,8 @@ class CocoFolder:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        found = json.loads(text_of(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}") from None
     names = ("images", "annotations", "categories")
     if not isinstance(found, dict) or not all(_is_list_of_dicts(found.get(name)) for name in names):
@@ -153,6 +170,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _is_list_of_dicts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**63
 
 
 def _is_number(value: Any) -> bool:
@@ -355,7 +376,7 @@ def average_precision(source: CocoFolder, results: list[dict[str, Any]]) -> dict
         truth.dataset = {
             "info": {},
             "images": list(source.images.values()),
-            "annotations": [_complete(a) for own in source.annotations.values() for a in own],
+            "annotations": _numbered(a for own in source.annotations.values() for a in own),
             "categories": [{"id": number, "name": name} for number, name in source.categories.items()],
         }
         truth.createIndex()
@@ -375,9 +396,13 @@ def average_precision(source: CocoFolder, results: list[dict[str, Any]]) -> dict
     return metrics
 
 
-def _complete(annotation: dict[str, Any]) -> dict[str, Any]:
-    width, height = annotation["bbox"][2:]
-    return {"iscrowd": 0, "area": width * height, **annotation}
+def _numbered(annotations: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Annotations with all that pycocotools asks for. It takes those of one id for one, and those of id 0 for missed,
+    so they get ids from 1 on."""
+    return [
+        {"iscrowd": 0, "area": own["bbox"][2] * own["bbox"][3], **own, "id": number}
+        for number, own in enumerate(annotations, start=1)
+    ]
 
 
 @contextlib.contextmanager

@@ -2,39 +2,68 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..config import PRESETS, KeepConfig
 from ..errors import ConfigError
-from ..models import check_architecture
+from ..models import LARGEST, architecture
+from ..numbers import Numbers
 from ..ops.attention import METHODS
+from ..report import brief
 from ..sampling import MASKS, REDUCTIONS
 from ..schedule import SCHEDULES
-from .flags import flag, pairs
+from .flags import check, flag, pairs
 
 R = TypeVar("R", bound="RunFlags")
 
 __all__ = ["DETECTORS", "RECIPES", "DetectConfig", "KeepFlags", "RunFlags", "TrainConfig"]
 
 DETECTORS = ("mask_rcnn", "cascade_mask_rcnn")
+SMALLEST = 32
+"""Pixels a side of the smallest images of detection: the coarsest features have one position for so many."""
 
 
-def ratio(text: str) -> float | dict[str, float]:
-    """`0.5`, or `attention=1,mlp=0.5`."""
+def ratio(text: Any) -> Any:
+    """`0.5`, or `attention=1,mlp=0.5`; `KeepConfig` looks at what is no text."""
+    if not isinstance(text, str):
+        return text
     if "=" in text:
         return pairs(text)
     try:
         return float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number, and not like attention=1,mlp=0.5") from None
+        raise ValueError(f"{text!r} is no number, and not like attention=1,mlp=0.5") from None
 
 
-def policy(text: str) -> str | dict[str, str]:
-    """`input`, or `attention=input,mlp=heavy`."""
-    return pairs(text) if "=" in text else text
+def policy(text: Any) -> Any:
+    """`input`, or `attention=input,mlp=heavy`; `KeepConfig` looks at what is no text."""
+    return pairs(text) if isinstance(text, str) and "=" in text else text
+
+
+def arguments(value: Any) -> dict[str, Any]:
+    """Arguments of a model: a dictionary, or a text like `img_size=32,patch_size=4`."""
+    return architecture(pairs(value) if isinstance(value, str) else value)
+
+
+def rule(text: Any) -> str:
+    """A rule of timm's augmentation: a name, then letters with numbers. timm skips other sections without a word."""
+    sections = r"(-(mstd|mmax|inc|[mnpwdab])\d{1,3}(\.\d+)?|-t(weights|3aw|3a))*"
+    if not isinstance(text, str) or not re.fullmatch(r"(original|originalr|v0|v0r|3a|rand|augmix)" + sections, text):
+        raise ValueError("give a rule of timm, e.g. rand-m9-mstd0.5-inc1, original-mstd0.5 or augmix-m5-w4-d2")
+    return text
+
+
+COUNT = Numbers(int, least=1, most=10**9)
+SHARE = Numbers(float, least=0, most=1)
+RATE = Numbers(float, least=0, below=1)
+DECAY = Numbers(float, above=0, below=1)
+FROM_0 = Numbers(float, least=0)
+SIDE = Numbers(int, least=1, most=LARGEST)
+CROP = Numbers(float, least=0.1, most=1)
+SEED = Numbers(int, least=0, most=2**64 - 1)
 
 
 @dataclass(frozen=True)
@@ -70,59 +99,43 @@ class RunFlags(KeepFlags):
     """What every kind of training has: optimizer, schedule, precision, processes, output."""
 
     full: bool = flag(False, "full backprop: train without keepgrad", action="store_true")
-    epochs: int = flag(100, "passes over the data")
-    batch_size: int = flag(64, "samples a process takes at a time", metavar="N")
-    accumulate: int = flag(1, "batches an optimizer step is made of", metavar="N")
+    epochs: int = flag(100, "passes over the data", type=COUNT)
+    batch_size: int = flag(64, "samples a process takes at a time", type=COUNT, metavar="N")
+    accumulate: int = flag(1, "batches an optimizer step is made of", type=COUNT, metavar="N")
     global_batch: int | None = flag(
-        None, "samples an optimizer step is made of, over all processes; sets --accumulate", type=int, metavar="N"
+        None, "samples an optimizer step is made of, over all processes; sets --accumulate", type=COUNT, metavar="N"
     )
     opt: str = flag("adamw", "an optimizer of timm", metavar="NAME")
     sched: str = flag(
         "cosine", "the learning rate after warm-up: a cosine, or tenths of it in two steps", choices=["cosine", "steps"]
     )
-    lr: float = flag(1e-3, "the highest learning rate")
-    min_lr: float = flag(1e-6, "the lowest learning rate")
-    weight_decay: float = flag(0.05, "weight decay")
-    layer_decay: float | None = flag(None, "factor of the learning rate from a layer to the one below", type=float)
-    warmup_epochs: float = flag(5.0, "epochs until the highest learning rate, at most half of all")
-    clip_grad: float | None = flag(None, "largest norm of the gradient", type=float, metavar="NORM")
-    ema: float | None = flag(None, "decay of a moving average of the weights, e.g. 0.9999", type=float, metavar="DECAY")
-    finish: float = flag(0.0, "share of the steps, at the end, with exact gradients under checkpointing")
+    lr: float = flag(1e-3, "the highest learning rate", type=FROM_0)
+    min_lr: float = flag(1e-6, "the lowest learning rate", type=FROM_0)
+    weight_decay: float = flag(0.05, "weight decay", type=FROM_0)
+    layer_decay: float | None = flag(None, "factor of the learning rate from a layer to the one below", type=DECAY)
+    warmup_epochs: float = flag(5.0, "epochs until the highest learning rate, at most half of all", type=FROM_0)
+    clip_grad: float | None = flag(None, "largest norm of the gradient", type=Numbers(float, above=0), metavar="NORM")
+    ema: float | None = flag(None, "decay of a moving average of the weights, e.g. 0.9999", type=DECAY, metavar="DECAY")
+    finish: float = flag(0.0, "share of the steps, at the end, with exact gradients under checkpointing", type=SHARE)
     amp: str | None = flag(None, "autocast to this type", choices=["bf16", "fp16"])
     channels_last: bool = flag(False, "channels-last memory format")
     compile: bool = flag(False, "torch.compile the model")
     checkpointing: bool = flag(False, "gradient checkpointing of the model's own")
     fsdp: bool = flag(False, "shard weights, gradients and optimizer over the processes (FSDP2)")
     cpu: bool = flag(False, "use no accelerator")
-    workers: int = flag(4, "processes that load data; 0: the training process itself", metavar="N")
-    seed: int = flag(0, "seed of everything")
-    save_every: int | None = flag(None, "save the state every N steps, not only every epoch", type=int, metavar="N")
+    workers: int = flag(
+        4, "processes that load data; 0: the training process itself", type=Numbers(int, least=0), metavar="N"
+    )
+    seed: int = flag(0, "seed of everything", type=SEED)
+    save_every: int | None = flag(None, "save the state every N steps, not only every epoch", type=COUNT, metavar="N")
     output: str | None = flag(None, "folder for results (default: a new one in runs/)", metavar="DIR")
     resume: bool = flag(False, "continue what is in --output; start anew where it is empty", action="store_true")
 
     def __post_init__(self) -> None:
+        check(self)
         self.keep_config()
         if self.full and self._given():
             raise ConfigError(f"full backprop has no use for {', '.join(self._given())}; leave out one of the two")
-        least = {"epochs": 1, "batch_size": 1, "accumulate": 1, "workers": 0, "seed": 0}
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise ConfigError(f"{name}={getattr(self, name)}: give at least {value}")
-        for name in ("global_batch", "save_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}: give at least 1")
-        for name in ("lr", "min_lr", "weight_decay", "warmup_epochs"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: give a number from 0")
-        for name in ("ema", "layer_decay"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < 1:
-                raise ConfigError(f"{name}={value}: give a number between 0 and 1")
-        if self.clip_grad is not None and not self.clip_grad > 0:
-            raise ConfigError(f"clip_grad={self.clip_grad}: give a number above 0")
-        if not 0 <= self.finish <= 1:
-            raise ConfigError(f"finish={self.finish}: give a share of the steps, from 0 to 1")
         if self.finish and self.full:
             raise ConfigError("finish: full backprop is exact from the beginning; leave out one of the two")
         if self.accumulate > 1 and self.global_batch is not None:
@@ -178,41 +191,33 @@ class TrainConfig(RunFlags):
     dataset: str = flag("", "a kind of timm's create_dataset, e.g. torch/cifar100 or hfds/NAME; --data is its root")
     model: str | None = flag(None, "a model of timm, e.g. vit_base_patch16_224", metavar="NAME")
     model_kwargs: dict[str, Any] | None = flag(
-        None, "arguments of the model, e.g. img_size=32,patch_size=4", type=pairs, metavar="A=B"
+        None, "arguments of the model, e.g. img_size=32,patch_size=4", type=arguments, metavar="A=B"
     )
     pretrained: str | None = flag(
         None, "begin with timm's weights, or with those in FILE", nargs="?", const="timm", metavar="FILE"
     )
-    size: int | None = flag(None, "pixels a side (default: the model's own)", type=int, metavar="PIXELS")
-    crop_pct: float | None = flag(
-        None, "share of the image that evaluation sees (default: the model's own)", type=float
+    size: int | None = flag(None, "pixels a side (default: the model's own)", type=SIDE, metavar="PIXELS")
+    crop_pct: float | None = flag(None, "share of the image that evaluation sees (default: the model's own)", type=CROP)
+    drop_path: float = flag(0.0, "largest rate of drop path", type=RATE)
+    mixup: float = flag(0.0, "alpha of mixup", type=FROM_0)
+    cutmix: float = flag(0.0, "alpha of cutmix", type=FROM_0)
+    smoothing: float = flag(0.1, "label smoothing", type=RATE)
+    auto_augment: str | None = flag(
+        None, "augmentation by timm's rule, e.g. rand-m9-mstd0.5-inc1", type=rule, metavar="RULE"
     )
-    drop_path: float = flag(0.0, "largest rate of drop path")
-    mixup: float = flag(0.0, "alpha of mixup")
-    cutmix: float = flag(0.0, "alpha of cutmix")
-    smoothing: float = flag(0.1, "label smoothing")
-    auto_augment: str | None = flag(None, "augmentation by timm's rule, e.g. rand-m9-mstd0.5-inc1", metavar="RULE")
-    color_jitter: float = flag(0.4, "strength of colour jitter, where there is no --auto-augment")
-    erasing: float = flag(0.0, "probability of random erasing")
+    color_jitter: float = flag(
+        0.4, "strength of colour jitter, where there is no --auto-augment", type=Numbers(float, least=0, most=100)
+    )
+    erasing: float = flag(0.0, "probability of random erasing", type=RATE)
     aug: bool = flag(True, "augmentation by crops and flips, and what else is set")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.size is not None and self.size < 1:
-            raise ConfigError(f"size={self.size}: give at least 1 pixel")
-        for name in ("drop_path", "smoothing", "erasing"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: give a number from 0 to below 1")
-        for name in ("mixup", "cutmix", "color_jitter"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: give a number from 0")
         if (self.mixup or self.cutmix) and self.batch_size % 2:
             raise ConfigError(f"mixup and cutmix take samples in pairs; batch_size={self.batch_size} is odd")
         for name in ("dataset", "val"):
             if getattr(self, name) and self.data is None:
                 raise ConfigError(f"{name}={getattr(self, name)} says more of data; give data too")
-        if self.model_kwargs is not None:
-            check_architecture(self.model_kwargs, "model_kwargs")
 
 
 @dataclass(frozen=True)
@@ -225,29 +230,34 @@ class DetectConfig(RunFlags):
         "convnext_tiny", "a model of timm: a ConvNeXt, another with four stages, a ViT", metavar="NAME"
     )
     backbone_kwargs: dict[str, Any] | None = flag(
-        None, "arguments of the backbone, e.g. drop_path_rate=0.4", type=pairs, metavar="A=B"
+        None, "arguments of the backbone, e.g. drop_path_rate=0.4", type=arguments, metavar="A=B"
     )
     pretrained: bool = flag(False, "begin with timm's weights of the backbone")
     sizes: str = flag("480-800", "shorter side of the images, drawn from this range; evaluation takes the last")
-    max_size: int = flag(1333, "longest longer side")
-    channels: int = flag(256, "channels of the feature pyramid and the mask head")
-    head_width: int = flag(1024, "width of the box heads")
-    anchor: int = flag(32, "side of the smallest anchors, in pixels")
-    rois: int = flag(512, "regions of an image that the heads are trained on")
-    pictures: int = flag(8, "evaluated images that are drawn with what was found", metavar="N")
+    max_size: int = flag(1333, "longest longer side", type=Numbers(int, least=SMALLEST, most=LARGEST))
+    channels: int = flag(
+        256, "channels of the feature pyramid and the mask head", type=Numbers(int, least=1, most=2**14)
+    )
+    head_width: int = flag(1024, "width of the box heads", type=Numbers(int, least=1, most=2**16))
+    anchor: int = flag(32, "side of the smallest anchors, in pixels", type=SIDE)
+    rois: int = flag(512, "regions of an image that the heads are trained on", type=Numbers(int, least=1, most=2**16))
+    pictures: int = flag(
+        8, "evaluated images that are drawn with what was found", type=Numbers(int, least=0), metavar="N"
+    )
     # What detection is usually trained with.
-    epochs: int = flag(12, "passes over the data")
-    batch_size: int = flag(2, "images a process takes at a time", metavar="N")
-    lr: float = flag(1e-4, "the highest learning rate")
-    warmup_epochs: float = flag(0.5, "epochs until the highest learning rate, at most half of all")
+    epochs: int = flag(12, "passes over the data", type=COUNT)
+    batch_size: int = flag(2, "images a process takes at a time", type=COUNT, metavar="N")
+    lr: float = flag(1e-4, "the highest learning rate", type=FROM_0)
+    warmup_epochs: float = flag(0.5, "epochs until the highest learning rate, at most half of all", type=FROM_0)
     sched: str = flag("steps", "the learning rate after warm-up", choices=["cosine", "steps"])
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.side_lengths()
-        for name in ("max_size", "channels", "head_width", "anchor", "rois"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: give at least 1")
+        if ":" in self.backbone:
+            raise ConfigError(f"backbone={self.backbone!r:.80}: give a name of timm, e.g. convnext_tiny")
+        if (self.backbone_kwargs or {}).get("in_chans", 3) != 3:
+            raise ConfigError("backbone_kwargs: images of detection have 3 channels; leave out in_chans")
 
     def side_lengths(self) -> tuple[int, ...]:
         """The lengths that the shorter side may have."""
@@ -256,8 +266,11 @@ class DetectConfig(RunFlags):
             low, high = int(first), int(last or first)
         except ValueError:
             low, high = 0, -1
-        if not 1 <= low <= high:
-            raise ConfigError(f"sizes={self.sizes!r}: give a range of pixels like 480-800, or one number")
+        if not SMALLEST <= low <= high <= LARGEST:
+            raise ConfigError(
+                f"sizes={brief(self.sizes)}: give a range of pixels like 480-800, or one number, from {SMALLEST} to "
+                f"{LARGEST}"
+            )
         return (*range(low, high, 32), high)
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import ConfigError
-from ..files import written_whole
+from ..files import text_of, written_whole
+from ..numbers import Numbers
+from ..report import brief
 
-__all__ = ["add_arguments", "flag", "given", "make", "pairs", "read_yaml", "write_yaml"]
+__all__ = ["add_arguments", "check", "flag", "given", "make", "pairs", "read_yaml", "write_yaml"]
 
 C = TypeVar("C")
 
@@ -22,7 +24,11 @@ END = "\n..."
 
 
 def flag(default: Any, help: str, **argument: Any) -> Any:
-    """A field that is also a flag; `argument` goes to argparse."""
+    """A field that is also a flag; `argument` goes to argparse.
+
+    `type` makes the value of a text, takes that value too, and says what to give with a ValueError. `Numbers` is one.
+    Flags, YAML and Python all go through it.
+    """
     return dataclasses.field(default=default, metadata={"help": help, **argument})
 
 
@@ -38,32 +44,23 @@ def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:
             shown += f" (default: {field.default})"
         if isinstance(field.default, bool):
             argument.setdefault("action", argparse.BooleanOptionalAction)
-        elif "type" not in argument and isinstance(field.default, (int, float)):
-            argument["type"] = type(field.default)
-        if field.default is None and argument.get("type") in (int, float):
-            argument["type"] = _or_none(argument["type"])
         if field.default is None and "choices" in argument:
             argument["choices"] = [*argument["choices"], "none"]
+        argument.pop("type", None)  # `given` makes values of texts
         parser.add_argument(name, help=shown, default=argparse.SUPPRESS, **argument)
 
 
-def _or_none(kind: type) -> Any:
-    """A flag that takes "none" too, for a setting that a file or a recipe has on."""
-
-    def parse(text: str) -> Any:
-        return text if text == "none" else kind(text)
-
-    parse.__name__ = kind.__name__
-    return parse
-
-
 def given(args: argparse.Namespace, config: type) -> dict[str, Any]:
-    """The flags that were given."""
-    return {f.name: getattr(args, f.name) for f in dataclasses.fields(config) if hasattr(args, f.name)}
+    """The flags that were given.
+
+    Raises:
+        ConfigError: if one is not of its type.
+    """
+    return {f.name: _checked(f, getattr(args, f.name)) for f in dataclasses.fields(config) if hasattr(args, f.name)}
 
 
 def make(config: type[C], *layers: Mapping[str, Any]) -> C:
-    """A config from layers of settings, later ones first in force.
+    """A config from layers of settings; later layers override earlier ones.
 
     Raises:
         ConfigError: if a setting is not known, or not of its type; names the nearest one.
@@ -76,39 +73,57 @@ def make(config: type[C], *layers: Mapping[str, Any]) -> C:
             if field is None:
                 near = difflib.get_close_matches(str(name), fields, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(fields)}"
-                raise ConfigError(f"there is no setting {name!r}; {hint}")
+                raise ConfigError(f"there is no setting {name!r:.80}; {hint}")
             values[field.name] = _checked(field, value)
     return config(**values)
 
 
+def check(config: Any) -> None:
+    """Put every field of a frozen config into its type, for its `__post_init__`.
+
+    Raises:
+        ConfigError: if a value is not of its type, or out of its range.
+    """
+    for field in dataclasses.fields(config):
+        object.__setattr__(config, field.name, _checked(field, getattr(config, field.name)))
+
+
 def _checked(field: dataclasses.Field, value: Any) -> Any:
-    """A value as YAML or a caller gave it, in the type that the flag would have given."""
-    default, parse = field.default, field.metadata.get("type")
+    """A value as a flag, YAML or a caller gave it, in the type of its field."""
+    default = field.default
     if isinstance(value, str) and value.lower() == "none":
         value = None
     if value is None:
         if default is not None:
             raise ConfigError(f"{field.name} is empty; give a value, or leave it out for {default!r}")
         return None
-    kind: Any = parse or (str if default is None else type(default))
     try:
-        if kind is bool or isinstance(value, bool):
-            if not (kind is bool and isinstance(value, bool)):
-                raise ValueError("give true or false" if kind is bool else "give no true or false")
-        elif isinstance(value, str):
-            value = kind(value)
-        elif kind in (int, float):
-            if kind(value) != value:
-                raise ValueError("give a whole number")
-            value = kind(value)
-        elif kind is str:
-            raise ValueError("give a text")
-    except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
-        raise ConfigError(f"{field.name}={value!r}: {error}") from None
+        value = _in_type(_type_of(field), value)
+        if value == "" and default is None:
+            raise ValueError("give a text, or leave it out")
+    except ValueError as error:
+        raise ConfigError(f"{field.name}={brief(value)}: {error}") from None
     choices = field.metadata.get("choices")
     if choices is not None and value not in choices:
-        raise ConfigError(f"{field.name}={value!r} is not known; use one of {', '.join(map(str, choices))}")
+        raise ConfigError(f"{field.name}={brief(value)} is not known; use one of {', '.join(map(str, choices))}")
     return value
+
+
+def _type_of(field: dataclasses.Field) -> Any:
+    if "type" in field.metadata:
+        return field.metadata["type"]
+    kind = str if field.default is None else type(field.default)
+    return Numbers(kind) if kind in (int, float) else kind
+
+
+def _in_type(kind: Any, value: Any) -> Any:
+    if kind is bool or isinstance(value, bool):
+        if not (kind is bool and isinstance(value, bool)):
+            raise ValueError("give true or false" if kind is bool else "give no true or false")
+        return value
+    if kind is str and not isinstance(value, str):
+        raise ValueError("give a text")
+    return kind(value)
 
 
 def pairs(text: str) -> dict[str, Any]:
@@ -119,11 +134,13 @@ def pairs(text: str) -> dict[str, Any]:
     for part in filter(None, re.split(r",(?![^\[]*\])", text)):
         name, equals, value = part.partition("=")
         if not equals or not name.strip():
-            raise argparse.ArgumentTypeError(f"{part!r} is not of the form name=value")
+            raise ValueError(f"{part!r} is not of the form name=value")
+        if name.strip() in found:
+            raise ValueError(f"{name.strip()} is there twice; leave one of them")
         try:
             found[name.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise argparse.ArgumentTypeError(f"{part!r}: the value cannot be read") from None
+        except (yaml.YAMLError, AttributeError, RecursionError):  # the second for a date that is none
+            raise ValueError(f"{part!r}: the value cannot be read") from None
     return found
 
 
@@ -144,14 +161,14 @@ def read_yaml(path: Path, whole: bool = False) -> dict[str, Any]:
             return super().construct_mapping(node, deep)
 
     try:
-        text = path.read_text()
+        text = text_of(path)
         if whole and not text.rstrip("\n").endswith(END):
             raise ConfigError(
                 f"{path} is not whole: its last line, '...', is missing. Put a whole one there, or begin anew in "
                 "another --output"
             )
         found = yaml.load(text, Loader)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())[:300]}") from None

@@ -33,7 +33,7 @@ from .flags import write_yaml
 from .order import mixed_seed
 from .record import Record, peak_memory
 from .state import State, optimizer_state_of, restore, weights_of, write_weights
-from .stop import noted_signals, together
+from .stop import memory_errors_named, noted_signals, together
 
 R = TypeVar("R", bound=RunFlags)
 
@@ -346,7 +346,7 @@ class Trainer:
         for number, batch in enumerate(group):
             set_seed(mixed_seed(config.seed, state.step, number, self.accelerator.process_index))
             last = number + 1 == len(group)
-            with self._synced(last):
+            with self._synced(last), memory_errors_named():
                 with self._autocast():
                     loss = self.task.loss(self.model, batch) / len(group)
                 self.scaler.scale(loss).backward()

@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
 from .. import models
 from ..errors import ConfigError, FileError
 from ..files import written_whole
+from ..numbers import Numbers
+from ..report import brief
 
 __all__ = ["State", "optimizer_state_of", "read_weights", "restore", "weights_of", "write_weights"]
 
@@ -154,8 +156,32 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not isinstance(about, dict):
         raise FileError(f"{path}: what it says of its weights is not in keepgrad's form")
     if "model_kwargs" in about:
-        # Whoever wrote the file is not to choose what timm opens.
-        models.check_architecture(about["model_kwargs"], str(path))
-        if not isinstance(about.get("model"), str) or ":" in about["model"]:
-            raise ConfigError(f"{path} is for the model {about.get('model')!r:.80}, which is no name of timm")
+        _check_about(about, path)
     return weights, about
+
+
+def _check_about(about: dict[str, Any], path: Path) -> None:
+    """Whoever wrote the file is not to choose what timm opens, nor is it to fail where nobody says why."""
+    if not isinstance(about.get("model"), str) or ":" in about["model"]:
+        raise ConfigError(f"{path} is for the model {brief(about.get('model'))}, which is no name of timm")
+    classes, images = about.get("classes"), about.get("data_config")
+    try:
+        about["model_kwargs"] = models.architecture(about["model_kwargs"])
+        about["size"] = None if about.get("size") is None else models.ARCHITECTURE["img_size"](about["size"])
+        if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+            raise ValueError("it does not name its classes")
+        if not isinstance(images, dict) or not all(map(_is_plain, images.values())) or not _is_shape(images):
+            raise ValueError("it does not say what its images are like")
+    except ValueError as error:
+        raise ConfigError(f"what {path} says of its weights cannot be used: {error}") from None
+
+
+def _is_plain(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(one, (int, float, str, type(None))) for one in values)
+
+
+def _is_shape(images: dict[str, Any]) -> bool:
+    shape = images.get("input_size")
+    side = Numbers(int, least=1, most=models.LARGEST)
+    return isinstance(shape, list) and len(shape) == 3 and shape == [side(one) for one in shape]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import KeepgradError, StoppedElsewhereError
+from ..errors import KeepgradError, StoppedElsewhereError, reason_of
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ SAME = 5.0
 _group: list[Any] = []
 """The group over which the processes tell each other, once there is one."""
 
-__all__ = ["each", "noted_signals", "together"]
+__all__ = ["each", "memory_errors_named", "noted_signals", "together"]
 
 
 @contextmanager
@@ -53,6 +53,26 @@ def noted_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def memory_errors_named() -> Iterator[None]:
+    """A block whose errors for want of memory say what to do.
+
+    Raises:
+        KeepgradError: if memory runs out.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # torch has a class of its own for accelerators only.
+        is_named = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not is_named and "can't allocate memory" not in str(error):
+            raise
+        raise KeepgradError(
+            f"memory runs out: {reason_of(error, 200)}; lower --batch-size and raise --accumulate, or lower --size or "
+            "--keep-ratio, and --resume"
+        ) from None
 
 
 @contextmanager
