@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import convnext, images, vit
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import keepgrad
-
-from conftest import convnext, images, vit
 
 aten = torch.ops.aten
 
