@@ -22,6 +22,7 @@ from .errors import (
     NotAppliedError,
     StoppedElsewhereError,
     StoppedError,
+    UnsupportedByTorchError,
 )
 from .fidelity import Comparison, FidelityReport, compare, fidelity
 from .memory import MemoryReport, estimate, measure
@@ -59,6 +60,7 @@ __all__ = [
     "StoppedElsewhereError",
     "StoppedError",
     "Unsupported",
+    "UnsupportedByTorchError",
     "adapts",
     "apply",
     "compare",

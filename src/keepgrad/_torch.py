@@ -5,6 +5,7 @@
 - `FakeTensorMode` runs a model on tensors without data, `FakeTensor`s; torch.compile stands on it.
 - `Tensor.backward` puts modes that watch torch's functions out of force; the engine behind it does not.
 - Whether the autograd engine is at work can only be asked by the number of its current task.
+- Whether transforms of `torch.func` are at work is what `autograd.Function` asks itself before it refuses them.
 """
 
 from contextlib import AbstractContextManager
@@ -25,6 +26,7 @@ __all__ = [
     "only_counts",
     "tree_leaves",
     "tree_map_only",
+    "watcher",
 ]
 
 
@@ -41,6 +43,15 @@ def has_hooks(module: nn.Module) -> bool:
 def in_backward() -> bool:
     """Whether the autograd engine is running."""
     return torch._C._current_graph_task_id() != -1
+
+
+def watcher(given: object) -> str | None:
+    """What records or transforms a call with these arguments, and cannot see through an `autograd.Function`."""
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func"
+    if torch.jit.is_tracing():
+        return "torch.jit.trace"
+    return "torch.fx" if any(isinstance(leaf, torch.fx.Proxy) for leaf in tree_leaves(given)) else None
 
 
 def fake_tensors() -> AbstractContextManager:
