@@ -27,7 +27,7 @@ from .errors import (
 from .fidelity import Comparison, FidelityReport, compare, fidelity
 from .memory import MemoryReport, estimate, measure
 from .ops.algorithm1 import sbp
-from .patch import apply, exact, plan, remove
+from .patch import apply, exact, plan, remove, set_step
 from .plan import Plan, Site
 from .sampling import Layout, kept_indices
 
@@ -73,4 +73,5 @@ __all__ = [
     "plan",
     "remove",
     "sbp",
+    "set_step",
 ]

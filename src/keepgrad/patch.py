@@ -31,6 +31,7 @@ from .draw import Shared
 from .errors import (
     AlreadyAppliedError,
     ConfigError,
+    InputError,
     KeepgradError,
     MapTooSmallError,
     NotAppliedError,
@@ -41,7 +42,7 @@ from .ops.store import SHIFTS
 from .plan import Plan, Site, config_from, make_plan
 from .sampling import Layout
 
-__all__ = ["apply", "exact", "plan", "remove"]
+__all__ = ["apply", "exact", "plan", "remove", "set_step"]
 
 
 def plan(model: nn.Module, config: KeepConfig | None = None, **options: Any) -> Plan:
@@ -125,6 +126,25 @@ def exact(model: nn.Module) -> Iterator[None]:
     finally:
         for key, state in shared.items():
             state.exact = before[key]
+
+
+def set_step(model: nn.Module, step: int) -> None:
+    """Say which step of the training comes next; masks drawn from a seed then derive from the seed and this number.
+
+    Called before every step, it makes a run that is resumed at a step draw the masks that an unbroken one draws there.
+    Without `seed`, masks follow torch's random state, and this does nothing.
+
+    Raises:
+        NotAppliedError: if the model is not patched.
+        InputError: if the step is no whole number, at least 0.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise InputError(f"step={step!r}: give a whole number, at least 0")
+    shared = {id(patch.shared): patch.shared for _, patch in _patches(model)}
+    if not shared:
+        raise NotAppliedError(f"this {type(model).__name__} is not patched, so there are no masks to set")
+    for state in shared.values():
+        state.set_step(step)
 
 
 def block_names(model: nn.Module) -> list[str]:
@@ -226,7 +246,7 @@ class _RootForward(_Patch):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.shared.begin()
         is_step = self.module.training and torch.is_grad_enabled() and not self.shared.exact
-        finished = False
+        out, finished = None, False
         try:
             with self._rest(args, kwargs) if is_step else nullcontext():
                 out = self.own(*args, **kwargs)
@@ -238,7 +258,7 @@ class _RootForward(_Patch):
                 self._check_devices(args, kwargs)
             raise
         finally:
-            self.shared.end(is_step and finished)
+            self.shared.end(is_step and finished, out)
 
     def _check_devices(self, args: Any, kwargs: Any) -> None:
         """nn.DataParallel gives copies of a model the same patch, which runs the model that was copied."""
