@@ -50,7 +50,14 @@ class Watcher(transformers.TrainerCallback):
 
 def train(model, folder, *callbacks, resume=False, steps=4, **arguments):
     # Not Adam, which makes steps of noise where a gradient is zero but for rounding (biases of keys).
-    defaults = {"optim": "sgd", "learning_rate": 0.01, "per_device_train_batch_size": 2, "max_steps": steps, "logging_steps": 2, "save_strategy": "no"}
+    defaults = {
+        "optim": "sgd",
+        "learning_rate": 0.01,
+        "per_device_train_batch_size": 2,
+        "max_steps": steps,
+        "logging_steps": 2,
+        "save_strategy": "no",
+    }
     arguments = {**defaults, "report_to": "none", "use_cpu": True, "disable_tqdm": True, **arguments}
     args = transformers.TrainingArguments(str(folder), dataloader_pin_memory=False, **arguments)
     trainer = transformers.Trainer(model, args, train_dataset=Pictures(), callbacks=list(callbacks))
