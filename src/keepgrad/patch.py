@@ -235,8 +235,8 @@ def explain(error: Exception, args: Any, kwargs: Any) -> None:
     what = None if isinstance(error, KeepgradError) else watcher((args, kwargs))
     if what is not None:
         raise UnsupportedByTorchError(
-            f"{what} cannot see through a patched model in training; use it inside `with keepgrad.exact(model):`, which "
-            "runs the model's own code, or in evaluation mode"
+            f"{what} cannot see through a patched model in training; use it inside `with keepgrad.exact(model):`, "
+            "which runs the model's own code, or in evaluation mode"
         ) from error
 
 
