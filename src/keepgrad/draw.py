@@ -72,7 +72,7 @@ class Shared:
         if self.seed is not None and self.counter is not None:
             self.counter.fill_((self.seed + step * DRAWS + 2**63) % 2**64 - 2**63)
 
-    def end(self, is_step: bool, out: Any) -> None:
+    def end(self, finished: bool, out: Any) -> None:
         self.in_root = False
         if torch.compiler.is_compiling():
             return
@@ -87,7 +87,7 @@ class Shared:
             for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(move_on)
-        if self.waiting and is_step:
+        if self.waiting and finished:
             names, self.waiting = list(self.waiting), {}
             warnings.warn(
                 f"keepgrad: {len(names)} patched blocks did not run in this training step (e.g. {names[0]}): "

@@ -84,7 +84,7 @@ def apply(model: nn.Module, config: KeepConfig | None = None, **options: Any) ->
         if block.embed is not None:
             embed = model.get_submodule(block.embed)
             if not isinstance(vars(embed).get("forward"), _EmbedForward):
-                embed.forward = _EmbedForward(embed, shared, block.embed)
+                embed.forward = _EmbedForward(embed, shared, block.embed, model)
     model.forward = _RootForward(model, shared)
     return result
 
@@ -232,7 +232,7 @@ def _patches(model: nn.Module) -> Iterator[tuple[nn.Module, _Patch]]:
 
 def explain(error: Exception, args: Any, kwargs: Any) -> None:
     """Says what to do, if a training forward failed because something of torch cannot see through it."""
-    what = None if isinstance(error, KeepgradError) else watcher((args, kwargs))
+    what = None if isinstance(error, (KeepgradError, Warning)) else watcher((args, kwargs))
     if what is not None:
         raise UnsupportedByTorchError(
             f"{what} cannot see through a patched model in training; use it inside `with keepgrad.exact(model):`, "
@@ -244,11 +244,12 @@ class _RootForward(_Patch):
     """Marks the beginning and the end of a step."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.shared.exact or not self.module.training or not torch.is_grad_enabled():
+            return self.own(*args, **kwargs)
         self.shared.begin()
-        is_step = self.module.training and torch.is_grad_enabled() and not self.shared.exact
         out, finished = None, False
         try:
-            with self._rest(args, kwargs) if is_step else nullcontext():
+            with self._rest(args, kwargs):
                 out = self.own(*args, **kwargs)
             finished = True
             return out
@@ -258,7 +259,7 @@ class _RootForward(_Patch):
                 self._check_devices(args, kwargs)
             raise
         finally:
-            self.shared.end(is_step and finished, out)
+            self.shared.end(finished, out)
 
     def _check_devices(self, args: Any, kwargs: Any) -> None:
         """nn.DataParallel gives copies of a model the same patch, which runs the model that was copied."""
@@ -281,12 +282,14 @@ class _RootForward(_Patch):
 class _EmbedForward(_Patch):
     """Notes how many patches there are each way, for the blocks after it."""
 
-    def __init__(self, module: nn.Module, shared: Shared, name: str) -> None:
+    def __init__(self, module: nn.Module, shared: Shared, name: str, model: nn.Module) -> None:
         super().__init__(module, shared)
-        self.name = name
+        self.name, self.model = name, model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         maps = self.own(*args, **kwargs)
+        if not self.model.training:
+            return maps
         read = PATCHES.get(path_of(self.module))
         self.shared.grids[self.name] = tuple(maps.shape[2:]) if read is None else read(self.module, maps)
         return maps
