@@ -95,7 +95,9 @@ def test_data_parallel_is_refused():
         keepgrad.apply(nn.DataParallel(vit()))
     model = vit()
     keepgrad.apply(model)
-    with pytest.raises(keepgrad.UnsupportedByTorchError, match="on cpu and its input on meta.*DistributedDataParallel"):
+    with pytest.raises(
+        keepgrad.UnsupportedByTorchError, match=r"on cpu and its input on meta.*DistributedDataParallel"
+    ):
         model(images().to("meta"))  # what a copy on another device does
 
 
