@@ -22,11 +22,12 @@ from .errors import (
     NotAppliedError,
     StoppedElsewhereError,
     StoppedError,
+    UnsupportedByTorchError,
 )
 from .fidelity import Comparison, FidelityReport, compare, fidelity
 from .memory import MemoryReport, estimate, measure
 from .ops.algorithm1 import sbp
-from .patch import apply, exact, plan, remove
+from .patch import apply, exact, plan, remove, set_step
 from .plan import Plan, Site
 from .sampling import Layout, kept_indices
 
@@ -59,6 +60,7 @@ __all__ = [
     "StoppedElsewhereError",
     "StoppedError",
     "Unsupported",
+    "UnsupportedByTorchError",
     "adapts",
     "apply",
     "compare",
@@ -71,4 +73,5 @@ __all__ = [
     "plan",
     "remove",
     "sbp",
+    "set_step",
 ]

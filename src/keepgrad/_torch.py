@@ -6,6 +6,7 @@
 - `Tensor.backward` puts modes that watch torch's functions out of force; the engine behind it does not.
 - Which mode watches torch's functions last can only be asked by a name with an underscore.
 - Whether the autograd engine is at work can only be asked by the number of its current task.
+- Whether transforms of `torch.func` are at work is what `autograd.Function` asks itself before it refuses them.
 """
 
 from contextlib import AbstractContextManager
@@ -29,6 +30,7 @@ __all__ = [
     "tensors_of",
     "tree_leaves",
     "tree_map_only",
+    "watcher",
 ]
 
 
@@ -76,6 +78,15 @@ def in_backward() -> bool:
 def last_function_mode() -> object:
     """The mode that sees calls of torch's functions first, the one that was entered last; None if there is none."""
     return torch.overrides._get_current_function_mode()
+
+
+def watcher(given: object) -> str | None:
+    """What records or transforms a call with these arguments, and cannot see through an `autograd.Function`."""
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func"
+    if torch.jit.is_tracing():
+        return "torch.jit.trace"
+    return "torch.fx" if any(isinstance(leaf, torch.fx.Proxy) for leaf in tree_leaves(given)) else None
 
 
 def fake_tensors() -> AbstractContextManager:

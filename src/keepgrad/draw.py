@@ -1,10 +1,12 @@
 """The random draw of a training step: its masks, kept heads and rounding noise, shared by all sites of a model.
 
 The number from which they derive is read off torch's CPU random stream at the first site and the stream is put back, so
-dropout and drop path draw what they would draw without keepgrad; when the step's forward ends, the stream moves on by
-one number. So the masks are reproduced by whatever reproduces torch's random state. Where sites run outside the
-model's own forward (`forward_features`, a recomputed checkpoint), a site that comes a second time begins a new draw, of
-the random state and a count.
+dropout and drop path draw what they would draw without keepgrad, in the model and in what it is a part of; when the
+gradients come back, the stream moves on by one number. So the masks are reproduced by whatever reproduces torch's
+random state. Where sites run outside the model's own forward (`forward_features`, a recomputed checkpoint), a site that
+comes a second time begins a new draw, of the random state and a count.
+
+With a seed, masks derive from the seed, the number of the step (`set_step`) and a count of the draws since it was set.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch import is_fake
+from ._torch import is_fake, tree_leaves
 from .errors import MapTooSmallError
 from .ops.store import dither
 from .padding import real_positions, sample_padded
@@ -23,6 +25,9 @@ from .plan import Site
 from .sampling import Kept, Layout, as_tensor, hashed, sample, slot_count
 
 __all__ = ["Draw", "Shared"]
+
+DRAWS = 2**20
+"""More draws than a step has: so far apart are the numbers that the draws of two steps derive from."""
 
 
 class Draw:
@@ -35,6 +40,7 @@ class Draw:
         self.heads: dict[tuple[Any, ...], Tensor] = {}
         self.noise: dict[torch.device, Tensor] = {}
         self.seen: set[tuple[str, str]] = set()
+        self.has_moved = False  # torch's random stream, on from the number this was made of
 
 
 class Shared:
@@ -49,6 +55,7 @@ class Shared:
         self.redraws = 0
         self.grids: dict[str, tuple[int, ...]] = {}  # the shapes of the patches, by the layer that makes them
         self.waiting: dict[str, None] = {}  # the blocks that have not run in training yet
+        self.seed = seed
         # A tensor, so that torch.compile does not take its value for a constant.
         self.counter = None if seed is None else torch.tensor(seed)
 
@@ -61,13 +68,26 @@ class Shared:
         self.redraws = 0
         self.grids = {}
 
-    def end(self, is_step: bool) -> None:
+    def set_step(self, step: int) -> None:
+        if self.seed is not None and self.counter is not None:
+            self.counter.fill_((self.seed + step * DRAWS + 2**63) % 2**64 - 2**63)
+
+    def end(self, finished: bool, out: Any) -> None:
         self.in_root = False
         if torch.compiler.is_compiling():
             return
-        if self.draw is not None and self.counter is None:
-            torch.randint(2, ())
-        if self.waiting and is_step:
+        draw = self.draw
+        if draw is not None and self.counter is None:
+
+            def move_on(grad: Tensor) -> None:
+                if not draw.has_moved:
+                    draw.has_moved = True
+                    torch.randint(2, ())
+
+            for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(move_on)
+        if self.waiting and finished:
             names, self.waiting = list(self.waiting), {}
             warnings.warn(
                 f"keepgrad: {len(names)} patched blocks did not run in this training step (e.g. {names[0]}): "

@@ -14,6 +14,7 @@ __all__ = [
     "NotAppliedError",
     "StoppedElsewhereError",
     "StoppedError",
+    "UnsupportedByTorchError",
     "reason_of",
 ]
 
@@ -76,3 +77,10 @@ class StoppedError(KeepgradError):
 
 class StoppedElsewhereError(StoppedError):
     """Another process of a training run stopped, and this one with it; that one says why."""
+
+
+class UnsupportedByTorchError(KeepgradError, AttributeError):
+    """Something of torch cannot be used on a patched model; the message says what to use instead.
+
+    It is an AttributeError too, for it may be the answer to a question for an attribute.
+    """

@@ -9,18 +9,17 @@ copies of a model get copies of them.
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ._torch import has_compiled_parts, tensors_of, tree_leaves
+from ._torch import has_compiled_parts, tensors_of, tree_leaves, watcher
 from .adapters import Block, Unsupported
 from .adapters.items import Attention, path_of
 from .adapters.position_wise import NotRows
@@ -29,13 +28,21 @@ from .adapters.registry import PATCHES
 from .adapters.watch import Watch
 from .config import KeepConfig
 from .draw import Shared
-from .errors import AlreadyAppliedError, MapTooSmallError, NotAppliedError
+from .errors import (
+    AlreadyAppliedError,
+    ConfigError,
+    InputError,
+    KeepgradError,
+    MapTooSmallError,
+    NotAppliedError,
+    UnsupportedByTorchError,
+)
 from .ops.outside import Outside
 from .ops.store import SHIFTS
 from .plan import Plan, Site, config_from, make_plan
 from .sampling import Layout
 
-__all__ = ["apply", "exact", "plan", "remove"]
+__all__ = ["apply", "exact", "plan", "remove", "set_step"]
 
 
 def plan(model: nn.Module, config: KeepConfig | None = None, **options: Any) -> Plan:
@@ -63,6 +70,11 @@ def apply(model: nn.Module, config: KeepConfig | None = None, **options: Any) ->
         raise AlreadyAppliedError(
             f"this {type(model).__name__} is already patched; call keepgrad.remove(model) before applying anew"
         )
+    if isinstance(model, nn.DataParallel):
+        raise ConfigError(
+            "nn.DataParallel copies a model in every step, and the copies would run the patches of the first; "
+            "use DistributedDataParallel, and give keepgrad.apply the model inside of it"
+        )
     config = config_from(config, options)
     result, entries = make_plan(model, config)
     shared = Shared(config.seed, result.packs_the_rest)
@@ -72,7 +84,7 @@ def apply(model: nn.Module, config: KeepConfig | None = None, **options: Any) ->
         if block.embed is not None:
             embed = model.get_submodule(block.embed)
             if not isinstance(vars(embed).get("forward"), _EmbedForward):
-                embed.forward = _EmbedForward(embed, shared, block.embed)
+                embed.forward = _EmbedForward(embed, shared, block.embed, model)
     model.forward = _RootForward(model, shared)
     return result
 
@@ -116,6 +128,25 @@ def exact(model: nn.Module) -> Iterator[None]:
             state.exact = before[key]
 
 
+def set_step(model: nn.Module, step: int) -> None:
+    """Say which step of the training comes next; masks drawn from a seed then derive from the seed and this number.
+
+    Called before every step, it makes a run that is resumed at a step draw the masks that an unbroken one draws there.
+    Without `seed`, masks follow torch's random state, and this does nothing.
+
+    Raises:
+        NotAppliedError: if the model is not patched.
+        InputError: if the step is no whole number, at least 0.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise InputError(f"step={step!r}: give a whole number, at least 0")
+    shared = {id(patch.shared): patch.shared for _, patch in _patches(model)}
+    if not shared:
+        raise NotAppliedError(f"this {type(model).__name__} is not patched, so there are no masks to set")
+    for state in shared.values():
+        state.set_step(step)
+
+
 def block_names(model: nn.Module) -> list[str]:
     """The names of the blocks that are patched; none if the model is plain."""
     patched = {id(module) for module, patch in _patches(model) if isinstance(patch, _BlockForward)}
@@ -157,6 +188,7 @@ class _Patch:
         self.module = module
         self.shared = shared
         self.previous: Callable[..., Any] | None = vars(module).get("forward")
+        self.__doc__, self.__module__ = self.__wrapped__.__doc__, self.__wrapped__.__module__
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
         if self.previous is not None:
@@ -164,9 +196,31 @@ class _Patch:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
-    def __signature__(self) -> inspect.Signature:
-        """That of the forward in whose place it is: transformers reads which arguments a model takes."""
-        return inspect.signature(self.previous or MethodType(type(self.module).forward, self.module))
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward in whose place this is. `inspect` follows it, so a patch has the signature of the model's own."""
+        return self.previous or MethodType(type(self.module).forward, self.module)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in LIKE_A_FUNCTION:
+                return getattr(self.__wrapped__, name)
+            if name == "__globals__":
+                raise UnsupportedByTorchError(
+                    "torch.jit.script reads the source of a model's own forward, and would leave keepgrad out; call "
+                    "keepgrad.remove(model) before it, or use torch.export or torch.jit.trace in evaluation mode"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+LIKE_A_FUNCTION = frozenset(
+    ("__name__", "__qualname__", "__annotations__", "__code__", "__defaults__", "__kwdefaults__", "__closure__")
+)
+"""What a patch has of the forward in whose place it is: all by which `inspect` and torch.export know a function.
+
+It has no `__func__`: who finds that calls it, and so leaves keepgrad out (accelerate does). `__globals__` is what
+torch.jit.script asks for first.
+"""
 
 
 def _patches(model: nn.Module) -> Iterator[tuple[nn.Module, _Patch]]:
@@ -176,20 +230,46 @@ def _patches(model: nn.Module) -> Iterator[tuple[nn.Module, _Patch]]:
             yield module, patch
 
 
+def explain(error: Exception, args: Any, kwargs: Any) -> None:
+    """Says what to do, if a training forward failed because something of torch cannot see through it."""
+    what = None if isinstance(error, (KeepgradError, Warning)) else watcher((args, kwargs))
+    if what is not None:
+        raise UnsupportedByTorchError(
+            f"{what} cannot see through a patched model in training; use it inside `with keepgrad.exact(model):`, "
+            "which runs the model's own code, or in evaluation mode"
+        ) from error
+
+
 class _RootForward(_Patch):
     """Marks the beginning and the end of a step."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.shared.exact or not self.module.training or not torch.is_grad_enabled():
+            return self.own(*args, **kwargs)
         self.shared.begin()
-        is_step = self.module.training and torch.is_grad_enabled() and not self.shared.exact
-        finished = False
+        out, finished = None, False
         try:
-            with self._rest(args, kwargs) if is_step else nullcontext():
+            with self._rest(args, kwargs):
                 out = self.own(*args, **kwargs)
             finished = True
             return out
+        except Exception as error:
+            explain(error, args, kwargs)
+            if isinstance(error, RuntimeError):
+                self._check_devices(args, kwargs)
+            raise
         finally:
-            self.shared.end(is_step and finished)
+            self.shared.end(finished, out)
+
+    def _check_devices(self, args: Any, kwargs: Any) -> None:
+        """nn.DataParallel gives copies of a model the same patch, which runs the model that was copied."""
+        own = {str(tensor.device) for tensor in self.module.parameters()}
+        given = {str(leaf.device) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        if own and not given <= own:
+            raise UnsupportedByTorchError(
+                f"the model is on {', '.join(sorted(own))} and its input on {', '.join(sorted(given))}; put both on "
+                "one device. If this is nn.DataParallel: it does not go with keepgrad, use DistributedDataParallel"
+            )
 
     def _rest(self, args: Any, kwargs: Any) -> AbstractContextManager:
         """Packs what is saved outside of sites, but not where torch.compile decides what is saved."""
@@ -203,12 +283,14 @@ class _RootForward(_Patch):
 class _EmbedForward(_Patch):
     """Notes how many patches there are each way, for the blocks after it."""
 
-    def __init__(self, module: nn.Module, shared: Shared, name: str) -> None:
+    def __init__(self, module: nn.Module, shared: Shared, name: str, model: nn.Module) -> None:
         super().__init__(module, shared)
-        self.name = name
+        self.name, self.model = name, model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         maps = self.own(*args, **kwargs)
+        if not self.model.training:
+            return maps
         read = PATCHES.get(path_of(self.module))
         self.shared.grids[self.name] = tuple(maps.shape[2:]) if read is None else read(self.module, maps)
         return maps
@@ -252,6 +334,9 @@ class _BlockForward(_Patch):
             return self.block.adapter.forward(self.module, run, *args, **kwargs)
         except NotRows:
             return self.own(*args, **kwargs)
+        except Exception as error:
+            explain(error, args, kwargs)
+            raise
 
     def _new_run(self) -> _Run:
         """The branches as the block is now."""

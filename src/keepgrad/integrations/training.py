@@ -1,0 +1,209 @@
+"""keepgrad during the training of a model by somebody else's loop: what the callbacks have in common.
+
+What the model was given in a step, and the gradient of what it returned, are noted by hooks that are there for that
+step only. They are enough to do the step again with exact gradients, whatever the loss was.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import is_real, tree_leaves
+from ..budget import checkpointed
+from ..config import KeepConfig
+from ..errors import CheckpointingError, ConfigError, InputError
+from ..fidelity import fidelity
+from ..memory import estimate
+from ..patch import apply, exact, remove, set_step
+from ..plan import Plan, config_from
+from ..report import readable_bytes
+
+__all__ = ["Training"]
+
+log = logging.getLogger("keepgrad")
+
+PATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models that a callback has patched, and not yet put back."""
+
+
+class Training:
+    """keepgrad on one model for the length of a training; may be begun again.
+
+    Args:
+        config: a KeepConfig; or give its fields as keywords.
+        options: the fields of KeepConfig.
+        exact_last: the share of the steps, at the end, that have exact gradients, under checkpointing.
+        cosine_every: measure the cosine with the exact gradient every so many steps; 0 for never. Such a step costs
+            three.
+
+    Raises:
+        ConfigError: if a setting is wrong.
+    """
+
+    def __init__(
+        self, config: KeepConfig | None, options: dict[str, Any], exact_last: float, cosine_every: int
+    ) -> None:
+        self.config = config_from(config, options)
+        if isinstance(exact_last, bool) or not isinstance(exact_last, (int, float)) or not 0 <= exact_last <= 1:
+            raise ConfigError(f"exact_last={exact_last!r}: give the share of the steps, between 0 and 1")
+        if isinstance(cosine_every, bool) or not isinstance(cosine_every, int) or cosine_every < 0:
+            raise ConfigError(f"cosine_every={cosine_every!r}: give a whole number of steps, or 0 for never")
+        self.exact_last, self.cosine_every = exact_last, cosine_every
+        self.model: nn.Module | None = None
+        self.plan: Plan | None = None
+        self.stack = ExitStack()
+        self.step = -1
+        self.is_exact = False
+        self.bytes_known = False
+        self.noted: _Noted | None = None
+
+    def begin(self, model: nn.Module, speaks: bool) -> None:
+        """Patch the model, and log the plan if this process `speaks`.
+
+        A model that is still patched from a training which died, or was begun before, is put back first.
+
+        Raises:
+            AlreadyAppliedError: if somebody else has patched the model.
+            ConfigError: if a setting does not fit the model, or NoSiteError if it has no site.
+        """
+        self.end()
+        if model in PATCHED:
+            _put_back(model)
+        plan = apply(model, self.config)
+        PATCHED.add(model)
+        self.model, self.plan, self.step, self.bytes_known = model, plan, -1, False
+        if self.cosine_every and not plan.sites:
+            self.end()
+            raise ConfigError("cosine_every: no gradient is reduced in this model; leave the option out")
+        if speaks:
+            log.info("%s", plan)
+
+    def before_step(self, step: int, steps: float) -> None:
+        """To be called before step number `step` of `steps`, or before each of its batches."""
+        model = self.model
+        if model is None or step == self.step:
+            return
+        self.step = step
+        if self.config.seed is not None:
+            set_step(model, step)
+        if not self.is_exact and step >= steps * (1 - self.exact_last):
+            self._finish(model)
+        due = bool(self.cosine_every) and step % self.cosine_every == 0
+        if self.is_exact or not (due or not self.bytes_known):
+            return
+        if all(is_real(p) for p in model.parameters()):
+            self.noted = _Noted(model, due)
+        elif due:
+            raise ConfigError("cosine_every: the parameters are sharded over processes; leave the option out")
+        self.bytes_known |= self.noted is None
+
+    def _finish(self, model: nn.Module) -> None:
+        """From here on, exact gradients in the memory of checkpointing."""
+        self.stack.enter_context(exact(model))
+        try:
+            self.stack.enter_context(checkpointed(model))
+        except CheckpointingError as error:
+            log.warning("keepgrad: the last steps take the memory of full backprop: %s", error)
+        self.is_exact = True
+        log.info("keepgrad: exact gradients from step %d on", self.step)
+
+    def after_backward(self) -> dict[str, float]:
+        """To be called when the gradients of a step are there, before the optimizer moves: what there is to log."""
+        noted, self.noted = self.noted, None
+        if noted is None or self.model is None:
+            return {}
+        noted.close()
+        found: dict[str, float] = {}
+        if noted.inputs is None:
+            if noted.wants_cosine:
+                log.warning("keepgrad: the cosine cannot be measured where the whole model is compiled")
+            self.bytes_known = True
+            return found
+        if not self.bytes_known:
+            self.bytes_known = True
+            found |= self._saved(noted)
+        if noted.wants_cosine and noted.gradients:
+            found["keepgrad/cosine"] = fidelity(self.model, (noted.inputs, None), noted.loss, draws=1).whole.cosine
+            log.info("keepgrad: cosine with the exact gradient %.4f", found["keepgrad/cosine"])
+        return found
+
+    def _saved(self, noted: _Noted) -> dict[str, float]:
+        """The bytes that wait for backward in such a step, with and without keepgrad."""
+        assert self.model is not None
+        try:
+            kept = estimate(self.model, noted.inputs, optimizer="none", amp=noted.amp).activations
+            with exact(self.model):
+                full = estimate(self.model, noted.inputs, optimizer="none", amp=noted.amp).activations
+        except InputError as error:
+            log.info("keepgrad: saved bytes are not known: %s", error)
+            return {}
+        log.info("keepgrad: saved for backward %s, full backprop %s", readable_bytes(kept), readable_bytes(full))
+        return {"keepgrad/saved_bytes": kept, "keepgrad/saved_bytes_full": full}
+
+    def end(self) -> None:
+        """Put the model back as it was; does nothing where that is done."""
+        if self.noted is not None:
+            self.noted.close()
+        self.stack.close()
+        model, self.model, self.noted, self.is_exact = self.model, None, None, False
+        if model is not None and model in PATCHED:
+            _put_back(model)
+
+
+def _put_back(model: nn.Module) -> None:
+    PATCHED.discard(model)
+    remove(model)
+
+
+class _Noted:
+    """What a model is given in a step, and the gradients of what it returns."""
+
+    def __init__(self, model: nn.Module, wants_cosine: bool) -> None:
+        self.model, self.wants_cosine = model, wants_cosine
+        self.inputs: Any = None
+        self.amp: str | None = None
+        self.gradients: dict[int, Tensor] = {}
+        self.handles = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after),
+        ]
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        names = inspect.signature(module.forward).parameters
+        self.inputs = {**dict(zip(names, args, strict=False)), **kwargs} if kwargs else args
+        self.gradients = {}
+        device = next(module.parameters()).device.type
+        if torch.is_autocast_enabled(device):
+            self.amp = {torch.bfloat16: "bf16", torch.float16: "fp16"}[torch.get_autocast_dtype(device)]
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if self.inputs is None or not self.wants_cosine or not torch.is_grad_enabled():
+            return
+        for number, leaf in enumerate(_returned(out)):
+            leaf.register_hook(lambda grad, number=number: self.gradients.__setitem__(number, grad.detach()))
+
+    def loss(self, out: Any, _: None) -> Tensor:
+        """A loss with these gradients of what the model returns."""
+        leaves = _returned(out)
+        return sum((leaves[number] * grad).sum() for number, grad in self.gradients.items())  # type: ignore[return-value]
+
+
+def _returned(out: Any) -> list[Tensor]:
+    """The tensors by which a loss depends on a model: its own loss, or all it returns."""
+    own = getattr(out, "loss", None)
+    if isinstance(own, Tensor) and own.requires_grad:
+        return [own]
+    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
