@@ -149,6 +149,10 @@ class Kept:
         """The activations that stand for each slot."""
         if self.reduce == "pool":
             return self._group_sum(rows).mul_(self._share_of_slots(rows.dtype))
+        return self.pick(rows)
+
+    def pick(self, rows: Tensor) -> Tensor:
+        """The rows of the picked positions, whatever the reduction."""
         return _select(rows, self.picked_flat, self.slots)
 
     def gather_grad(self, grad: Tensor) -> Tensor:

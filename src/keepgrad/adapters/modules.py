@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import has_hooks
+from ..ops.dropout import Drop, OpaqueWithDropout
+from ..ops.lora import Lora
 from ..ops.stages import GlobalResponseNorm, Linear, Noise, Opaque, Parallel, Pointwise
 from ..ops.stages import gelu as gelu_stage
 from ..ops.stages import layer_norm as layer_norm_stage
@@ -83,7 +85,7 @@ def steps_of(module: Any) -> list[Step]:
         build = STEPS.get(path_of(module))
         if build is not None:
             return build(module)
-    return [opaque(module)]
+    return [opaque(module, draws=True)]
 
 
 @steps_for("torch.nn.modules.linear.Identity")
@@ -177,6 +179,7 @@ def global_response_norm(module: Any) -> Step:
     return Step(GlobalResponseNorm(module.eps), reads(module, "weight", "bias"))
 
 
+DROPOUT = "torch.nn.modules.dropout.Dropout"
 RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
 SMOOTH = (nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Softplus, nn.Tanh)
 """Activations whose derivative does not jump at zero."""
@@ -186,8 +189,9 @@ OVER_POSITIONS = (
 )
 
 
-def _refuse(module: nn.Module) -> None:
-    """Raise Unsupported for what is no function of each row alone, or cannot be done again."""
+def _refuse(module: nn.Module, draws: bool) -> list[nn.Module]:
+    """Raise Unsupported for what is no function of each row alone, or cannot be done again; its dropouts, if allowed."""
+    drops = []
     for inner in module.modules():
         kind = type(inner).__name__
         if has_hooks(inner):
@@ -197,20 +201,24 @@ def _refuse(module: nn.Module) -> None:
         if isinstance(inner, OVER_POSITIONS):
             raise Unsupported(f"{kind} works over positions or samples")
         if isinstance(inner, RANDOM) and inner.training and getattr(inner, "p", 1) > 0:
-            raise Unsupported(f"{kind} draws random numbers inside a module that keepgrad does not know")
+            if not draws or path_of(inner) != DROPOUT or not is_plain(inner) or torch.compiler.is_compiling():
+                raise Unsupported(f"{kind} draws random numbers inside a module that keepgrad does not know")
+            drops.append(inner)
+    return drops
 
 
-def opaque(module: nn.Module) -> Step:
+def opaque(module: nn.Module, draws: bool = False) -> Step:
     """Any position-wise module on rows, redone in backward with whatever it does.
 
-    It counts as heavy if it has a matrix, else as cheap (a custom activation or norm).
+    It counts as heavy if it has a matrix or a dropout, else as cheap (a custom activation or norm). `draws` says whether
+    it may have dropouts.
 
     Raises:
         Unsupported: if the module is no function of each row alone, or cannot be done again.
     """
-    _refuse(module)
+    drops = _refuse(module, draws)
     named = dict(module.named_parameters())
-    if not named:  # it is no site
+    if not named and not drops:  # it is no site
         return Step(Pointwise(module.forward, reads_signs=not isinstance(module, SMOOTH)))
     names = tuple(named)
 
@@ -226,6 +234,10 @@ def opaque(module: nn.Module) -> Step:
             patch.is_aside = False
 
     refs = tuple(_parameter(module, name) for name in names)
+    if drops:
+        how = tuple(Drop(partial(type(one).forward, one), one.p) for one in drops)  # type: ignore[arg-type]
+        out_features = getattr(module, "out_features", None)
+        return Step(OpaqueWithDropout(fn, out_features=out_features, modules=tuple(drops), drops=how), refs)
     if all(t.dim() < 2 for t in named.values()):
         return Step(Pointwise(fn), refs)
     return Step(Opaque(fn, out_features=getattr(module, "out_features", None)), refs)
@@ -246,22 +258,24 @@ def one_step(layer: Any) -> Step:
 
 def out_width(step: Step) -> int:
     """The number of channels that a linear layer, or an opaque stage in its place, makes."""
-    if isinstance(step.stage, Linear):
+    stage = step.stage.base if isinstance(step.stage, Lora) else step.stage
+    if isinstance(stage, Linear):
         return step.refs[0]().shape[0]
-    assert isinstance(step.stage, Opaque)
-    if step.stage.out_features is not None:
-        return step.stage.out_features
+    if not isinstance(stage, Opaque):
+        raise Unsupported(f"a projection to q, k or v is a {type(stage).__name__}, and no linear layer")
+    if stage.out_features is not None:
+        return stage.out_features
     tensors = [torch.empty_like(ref(), device="meta") for ref in step.refs]
     x = torch.empty(1, 1, width_of([step]) or 1, dtype=tensors[0].dtype, device="meta")
     try:
-        return step.stage.fn(x, *tensors).shape[-1]
+        return stage.fn(x, *tensors).shape[-1]
     except Exception as error:
         raise Unsupported(f"a projection to q, k or v does not tell how many channels it makes: {error}") from None
 
 
 def width_of(steps: Sequence[Step]) -> int | None:
     """The number of channels of the first of the steps: what its first matrix reads, or its first vector has."""
-    matrices = [step for step in steps if isinstance(step.stage, (Linear, Parallel, Opaque)) and step.refs]
+    matrices = [step for step in steps if isinstance(step.stage, (Linear, Lora, Parallel, Opaque)) and step.refs]
     for step in matrices or steps:
         for ref in step.refs:
             shape = ref().shape

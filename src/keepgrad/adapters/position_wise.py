@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .._torch import has_hooks
 from ..errors import ConfigError
 from .items import Step, Unsupported, path_of
-from .modules import gate, side_by_side, steps_for, steps_of
+from .modules import STEPS, gate, opaque, side_by_side, steps_for, steps_of
 from .program import compile_branch
 from .registry import Adapter, RunBranch
 
@@ -130,7 +130,11 @@ def _gated(module: Any) -> list[Step]:
     return [*(steps_of(layers[0]) if len(layers) == 1 else [side_by_side(*layers)]), gate(act, act_first)]
 
 
-LINEAR = {"torch.nn.modules.linear.Linear": 1, "transformers.pytorch_utils.Conv1D": 0}
+LINEAR = {
+    "torch.nn.modules.linear.Linear": 1,
+    "transformers.pytorch_utils.Conv1D": 0,
+    "peft.tuners.lora.layer.Linear": 1,
+}
 """Import paths of linear layers, and which dimension of their weight is that of the input."""
 
 
@@ -251,7 +255,7 @@ def prove(module: nn.Module) -> None:
     """Raise ConfigError unless the module is a function of each position alone, without state or chance."""
     name = type(module).__name__
     try:
-        width = compile_branch([module]).width
+        width = compile_branch([opaque(module)] if path_of(module) not in STEPS else [module]).width
     except Unsupported as why:
         raise ConfigError(f"{name} was declared to be position-wise, but cannot be reduced: {why}") from None
     parameter = next(module.parameters(), None)

@@ -150,7 +150,7 @@ def _norm_part(norm: nn.Module | None) -> list[tuple[Part, Sequence[Ref]]]:
     if not steps:
         return []
     (step,) = steps
-    if not isinstance(step.stage, Pointwise):
+    if not isinstance(step.stage, Pointwise) or step.stage.noises:
         raise Unsupported(f"{type(norm).__name__} is not known as a norm inside attention")
     return [(row_norm(step.stage.fn, len(step.refs)), step.refs)]
 

@@ -6,6 +6,7 @@ step. Weights are read anew in every step, so they need no watching.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from torch import nn
@@ -14,8 +15,8 @@ from .._torch import has_hooks
 
 __all__ = ["Watch"]
 
-FACTS = ("p", "drop_prob")
-"""Attributes that decide whether a module draws random numbers."""
+FACTS = ("p", "drop_prob", "merged_adapters", "_disable_adapters", "_active_adapter", "scaling")
+"""Attributes that decide whether a module draws random numbers, and which adapters of PEFT are in force."""
 
 
 class Watch:
@@ -29,7 +30,7 @@ class Watch:
         for module in block.modules():
             own = module.__dict__
             hooks = [own[f"_{kind}_hooks"] for kind in ("forward", "forward_pre", "backward", "backward_pre")]
-            facts = [(name, own[name]) for name in FACTS if name in own]
+            facts = [(name, copy(own[name])) for name in FACTS if name in own]
             forward = None if module is block else own.get("forward")
             fixed = (own["training"], list(own["_modules"].values()), _absent(own), facts, forward, has_hooks(module))
             self.seen.append((module, type(module), own, *fixed, hooks))

@@ -2,8 +2,8 @@
 
 Attention is one chain with everything around it where its backward is reduced or redone. It is redone with
 save="input", and where values are stored in 8 bits: its backward is never taken at values that do not belong together.
-Where it is neither (every position kept and save="heavy") or cannot be (dropout of the attention matrix, a projection
-that is no plain linear layer), the attention itself is left to autograd and its fused kernel, and the chains before and
+Where it is neither (every position kept and save="heavy") or cannot be (dropout of the attention matrix, a method that
+cuts a projection which is no plain linear layer), the attention itself is left to autograd and its fused kernel, and the chains before and
 after it run in the engine.
 """
 
@@ -41,8 +41,6 @@ class BoundAttention(NamedTuple):
         """Whether the attention itself is left to autograd."""
         if self.dropout > 0 or (not reduced and save == "heavy" and not packs):
             return True
-        if not isinstance(self.projection[0], (Linear, Parallel)):
-            return True
         if method == "head" and (self.core.heads != self.core.kv_heads or self.core.out_parts):
             return True  # heads share a key, or a norm of their outputs
         return reduced and method != "qkv" and not self.cuttable
@@ -50,7 +48,6 @@ class BoundAttention(NamedTuple):
     def stage(self, method: str) -> SelfAttention:
         """It as a stage of a chain, whose tensors are those of the projection, its own, and the heads if given."""
         stage, tensors = self.projection
-        assert isinstance(stage, (Linear, Parallel))
         return SelfAttention(method, stage, self.core, (len(tensors), len(self.tensors)))
 
     def attend(self, qkv: Tensor) -> Tensor:
