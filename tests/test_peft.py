@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -89,8 +88,13 @@ def test_ratio_one_is_autograd_with_the_same_dropout(name, variant):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("save", ["heavy", "input"])
-@pytest.mark.parametrize(("variant", "reduce"), [("dropout", "drop"), ("dropout", "fold"), ("DoRA, dropout", "fold")])
+@pytest.mark.parametrize(
+    ("variant", "reduce", "save"),
+    [
+        *(("dropout", "drop", "heavy"), ("dropout", "fold", "heavy"), ("dropout", "fold", "input")),
+        ("DoRA, dropout", "fold", "input"),  # with "heavy" the oracle takes its products of weights for layers
+    ],
+)
 def test_reduced_gradients_equal_the_oracle(name, variant, reduce, save):
     family, model = FAMILIES[name], adapted(name, **VARIANTS[variant])
     options = {"keep_ratio": 0.5, "reduce": reduce, "save": save}
@@ -132,6 +136,7 @@ def test_adapters_merged_switched_off_and_changed_after_apply():
     keepgrad.apply(model, keep_ratio=1.0)
     merged = []
     for one in (plain, model):
+        torch.manual_seed(4)
         one.add_adapter("other", peft.LoraConfig(r=2, target_modules=TARGETS[name], lora_dropout=0.2))
         filled(one.double())
     for one in (plain, model):
@@ -193,7 +198,11 @@ def test_saved_bytes_against_lora_alone(dropout, options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = filled(peft.get_peft_model(transformers.LlamaModel(config), lora).train())
-    forward = partial(lambda ids: model(ids).last_hidden_state, torch.randint(64, (2, 64)))
+    ids, weight = torch.randint(64, (2, 64)), torch.randn(2, 64, 128)
+
+    def forward() -> Tensor:
+        return model(ids).last_hidden_state * weight
+
     alone = saved_bytes(forward, model)
     torch.manual_seed(3)
     forward().square().mean().backward()

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "TorchDispatchMode",
+    "acts_by_itself",
     "backward",
     "fake_tensors",
     "has_hooks",
@@ -65,6 +66,14 @@ def only_counts(tensor: torch.Tensor) -> bool:
 def is_real(tensor: torch.Tensor) -> bool:
     """Whether this is a plain tensor, of no subclass such as those of sharded or quantised ones."""
     return type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
+
+
+def acts_by_itself(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass that decides what a linear layer does with it, as quantised ones are.
+
+    Sharded ones (`DTensor`) do not count: they are plain while their block runs.
+    """
+    return not (is_real(tensor) or is_fake(tensor) or type(tensor).__name__ == "DTensor")
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

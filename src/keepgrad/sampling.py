@@ -264,7 +264,7 @@ def sample(
         cell = 1
     height, width = height // cell, width // cell
     count = frames * height * width
-    group = int(1 / keep_ratio + 0.5)
+    group = int(min(1 / keep_ratio, 2.0**62) + 0.5)
     if count < group:
         raise MapTooSmallError(
             f"the mask keeps 1 of every {group} positions, but the feature map has only {height}x{width}; "

@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._torch import has_hooks
+from .._torch import acts_by_itself, has_hooks
 from ..ops.dropout import Drop, OpaqueWithDropout
 from ..ops.lora import Lora
 from ..ops.stages import GlobalResponseNorm, Linear, Noise, Opaque, Parallel, Pointwise
@@ -80,6 +81,8 @@ def steps_of(module: Any) -> list[Step]:
     if isinstance(module, LinearOf):
         has_bias = module.bias() is not None
         refs = (module.weight, module.bias) if has_bias else (module.weight,)
+        if acts_by_itself(module.weight()):
+            return [Step(Opaque(F.linear, out_features=module.weight().shape[0]), refs)]  # type: ignore[arg-type]
         return [Step(Linear(has_bias), refs)]  # type: ignore[arg-type]
     if is_plain(module):
         build = STEPS.get(path_of(module))
@@ -110,7 +113,28 @@ def _gelu(module: Any) -> list[Step]:
 
 @steps_for("torch.nn.modules.linear.Linear")
 def _linear(module: Any) -> list[Step]:
+    if acts_by_itself(module.weight):
+        _check_gradient(module)
+        return [opaque(module)]
     return [Step(Linear(module.bias is not None), reads(module, "weight", "bias"))]
+
+
+def _check_gradient(module: nn.Linear) -> None:
+    """Raise Unsupported for a layer whose quantised weight passes no gradient on to its input.
+
+    Where it rounds its input, the gradient is zero although the output is not.
+    """
+    device = module.weight.device
+    if device.type == "meta":
+        return
+    x = torch.linspace(-1, 1, module.in_features, dtype=module.weight.dtype, device=device).expand(2, 1, -1)
+    x = x.clone().requires_grad_()
+    with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        out = module.forward(x)
+        (grad,) = torch.autograd.grad(out.sum(), x) if out.requires_grad else (torch.zeros_like(x),)
+    linear = out if module.bias is None else out - module.bias
+    if linear.any() and not grad.any():
+        raise Unsupported(f"Linear with a weight of {type(module.weight).__name__} passes no gradient on")
 
 
 @steps_for("torch.nn.modules.conv.Conv2d")
@@ -179,6 +203,8 @@ def global_response_norm(module: Any) -> Step:
     return Step(GlobalResponseNorm(module.eps), reads(module, "weight", "bias"))
 
 
+QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
+"""Where modules are defined that compute with whole numbers and pass no gradient on."""
 DROPOUT = "torch.nn.modules.dropout.Dropout"
 RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
 SMOOTH = (nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Softplus, nn.Tanh)
@@ -198,6 +224,8 @@ def _refuse(module: nn.Module, draws: bool) -> list[nn.Module]:
             raise Unsupported(f"{kind} has hooks, which expect to see every position once")
         if getattr(inner, "inplace", False):
             raise Unsupported(f"{kind} works in place; build it with inplace=False")
+        if type(inner).__module__.startswith(QUANTISED):
+            raise Unsupported(f"{kind} is quantised, for inference alone")
         if isinstance(inner, OVER_POSITIONS):
             raise Unsupported(f"{kind} works over positions or samples")
         if isinstance(inner, RANDOM) and inner.training and getattr(inner, "p", 1) > 0:
@@ -265,7 +293,7 @@ def out_width(step: Step) -> int:
         raise Unsupported(f"a projection to q, k or v is a {type(stage).__name__}, and no linear layer")
     if stage.out_features is not None:
         return stage.out_features
-    tensors = [torch.empty_like(ref(), device="meta") for ref in step.refs]
+    tensors = [torch.empty(ref().shape, dtype=ref().dtype, device="meta") for ref in step.refs]
     x = torch.empty(1, 1, width_of([step]) or 1, dtype=tensors[0].dtype, device="meta")
     try:
         return stage.fn(x, *tensors).shape[-1]

@@ -32,19 +32,19 @@ class Watch:
             hooks = [own[f"_{kind}_hooks"] for kind in ("forward", "forward_pre", "backward", "backward_pre")]
             facts = [(name, copy(own[name])) for name in FACTS if name in own]
             forward = None if module is block else own.get("forward")
-            fixed = (own["training"], list(own["_modules"].values()), _absent(own), facts, forward, has_hooks(module))
+            fixed = (own["training"], list(own["_modules"].values()), _kinds(own), facts, forward, has_hooks(module))
             self.seen.append((module, type(module), own, *fixed, hooks))
         self.block = block
 
     def holds(self) -> bool:
         """Whether nothing has changed since this was made."""
         block = self.block
-        for module, kind, own, training, children, absent, facts, forward, hooked, hooks in self.seen:
+        for module, kind, own, training, children, kinds, facts, forward, hooked, hooks in self.seen:
             if module.__class__ is not kind or own["training"] is not training:
                 return False
             if own.get("forward") is not forward and module is not block:
                 return False
-            if (absent or own["_parameters"]) and _absent(own) != absent:
+            if (kinds or own["_parameters"]) and _kinds(own) != kinds:
                 return False
             if (children or own["_modules"]) and list(own["_modules"].values()) != children:
                 return False
@@ -56,6 +56,6 @@ class Watch:
         return True
 
 
-def _absent(own: dict[str, Any]) -> list[bool]:
-    """Which of a module's parameters are None."""
-    return [value is None for value in own["_parameters"].values()]
+def _kinds(own: dict[str, Any]) -> list[type]:
+    """The types of a module's parameters: None, plain ones, quantised ones."""
+    return [value.__class__ for value in own["_parameters"].values()]

@@ -354,7 +354,7 @@ class SelfAttention(Stage):
     def _vjp_core(
         self, qkv: Tensor, tensors: Tensors, needs: tuple[bool, ...], places: Places, key_bias: Tensor | None
     ) -> tuple[Tensor, Pull]:
-        if not self.core.is_bare or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self.core.is_bare:
 
             def core(qkv: Tensor, *tensors: Tensor) -> Tensor:
                 return self.core(self.sections(qkv), tensors, places, places, key_bias)

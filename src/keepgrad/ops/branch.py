@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..sampling import Kept
@@ -128,4 +129,5 @@ def _tensors(links: Sequence[Link]) -> list[Tensor]:
 
 
 def _bare(tensors: Tensors) -> Tensors:
-    return tuple(t.new_empty(t.shape, device="meta").requires_grad_(t.is_floating_point()) for t in tensors)
+    made = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors)
+    return tuple(t.requires_grad_(t.is_floating_point()) for t in made)
