@@ -500,5 +500,5 @@ def test_a_ratio_that_keeps_less_than_a_position_is_refused_at_once(ratio):
 def test_what_is_no_model_is_refused(call, given):
     with pytest.raises(keepgrad.InputError, match=f"^model is a {type(given).__name__}; give a torch.nn.Module$"):
         call(given)
-    with pytest.raises(keepgrad.InputError, match="^model is a"), keepgrad.exact(given):
+    with pytest.raises(keepgrad.InputError, match=r"^model is a"), keepgrad.exact(given):
         pass

@@ -217,5 +217,7 @@ def check_number(value: object) -> float:
     if not (math.isfinite(value) and 0 < value <= 1):
         raise ConfigError(f"keep_ratio={value!r} is outside (0, 1]; 0.5 keeps the gradient of half of the positions")
     if value < SMALLEST_RATIO:
-        raise ConfigError(f"keep_ratio={value!r} is less than one position of any input; give at least {SMALLEST_RATIO}")
+        raise ConfigError(
+            f"keep_ratio={value!r} is less than one position of any input; give at least {SMALLEST_RATIO}"
+        )
     return float(value)

@@ -120,6 +120,12 @@ class Kept:
         part.made = self.made
         return part
 
+    def unscaled(self) -> Kept:
+        """The same slots, which take gradients as they are: what follows has scaled them."""
+        if self.reduce != "scaled":
+            return self
+        return Kept("drop", self.positions, self.slots, self.prefix, self.picked_flat)  # it has no groups
+
     def _group_sum(self, rows: Tensor) -> Tensor:
         batch, _, channels = rows.shape
         flat = rows.reshape(-1, channels)

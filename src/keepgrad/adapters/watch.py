@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from .._torch import has_hooks
+from .._torch import has_global_hooks, has_hooks
 
 __all__ = ["Watch"]
 
@@ -35,10 +35,13 @@ class Watch:
             fixed = (own["training"], list(own["_modules"].values()), _kinds(own), facts, forward, has_hooks(module))
             self.seen.append((module, type(module), own, *fixed, hooks))
         self.block = block
+        self.all_hooked = has_global_hooks()
 
     def holds(self) -> bool:
         """Whether nothing has changed since this was made."""
         block = self.block
+        if has_global_hooks() is not self.all_hooked:
+            return False
         for module, kind, own, training, children, kinds, facts, forward, hooked, hooks in self.seen:
             if module.__class__ is not kind or own["training"] is not training:
                 return False

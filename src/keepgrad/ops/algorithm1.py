@@ -27,7 +27,7 @@ def sbp(f: Callable[[Tensor], Tensor], x: Tensor, kept: Tensor, dim: int = 1) ->
         dim: the dimension of `x`, and of the output, along which positions lie.
 
     Raises:
-        InputError: if an argument is of the wrong kind, `kept` does not fit `x`, or `f` changes the number of positions.
+        InputError: if an argument is of the wrong kind or does not fit, or if `f` changes the number of positions.
     """
     if not callable(f) or not isinstance(x, Tensor) or not isinstance(kept, Tensor):
         kinds = ", ".join(f"{name} is a {type(one).__name__}" for name, one in (("f", f), ("x", x), ("kept", kept)))

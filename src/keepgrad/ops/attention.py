@@ -330,7 +330,7 @@ class SelfAttention(Stage):
             return self._vjp_heads(at, rows)
         if self.method == "query" and at.kept is not None:
             return self._vjp_queries(at, at.kept, rows)
-        return self._vjp_rows(at, *rows, drawn)
+        return self._vjp_rows(at, rows[0], drawn)
 
     def _vjp_rows(self, at: Point, qkv: Tensor, drawn: Tensors) -> tuple[Tensor, Pull]:
         projection, tensors = self.split_tensors(at.tensors)

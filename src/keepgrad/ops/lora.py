@@ -18,7 +18,7 @@ from ..sampling import Kept
 from .dropout import Drop
 from .stages import Linear, Point, Pull, Stage, Tensors, cast
 
-__all__ = ["LowRank", "Lora"]
+__all__ = ["Lora", "LowRank"]
 
 
 class LowRank(NamedTuple):

@@ -340,7 +340,9 @@ class Parallel(Stage):
         return torch.cat([stage.redo(x, group, own) for stage, group, own in groups], dim=-1)
 
     def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
-        groups = zip(self.stages, self.split(at.tensors), self.split(at.needs), self.split_drawn(at.extras), strict=True)
+        groups = zip(
+            self.stages, self.split(at.tensors), self.split(at.needs), self.split_drawn(at.extras), strict=True
+        )
         pairs = [
             stage.vjp(at._replace(tensors=group, needs=needs, extras=drawn)) for stage, group, needs, drawn in groups
         ]
