@@ -50,7 +50,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def has_global_hooks() -> bool:
     """Whether there are hooks that run with every module."""
-    return any(hooks and _are_heard(hooks) for hooks in GLOBAL_HOOKS)
+    return any(GLOBAL_HOOKS) and any(map(_are_heard, GLOBAL_HOOKS))
 
 
 def _are_heard(hooks: dict) -> bool:
