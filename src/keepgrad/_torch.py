@@ -30,9 +30,9 @@ __all__ = [
 ]
 
 
-QUIET_HOOKS = {"transformers.utils.output_capturing", "torch.utils.module_tracker"}
+QUIET_HOOKS = {"transformers.utils.output_capturing", "torch.utils.module_tracker", "keepgrad.ledger"}
 """Where hooks are defined that need not see the modules inside of sites: those of transformers stay on modules and do
-nothing unless they are asked (its adapters look), those of torch's FLOP counter note the names of modules.
+nothing unless they are asked (its adapters look), those of torch's FLOP counter and the ledger note names.
 """
 GLOBAL_HOOKS: tuple[dict, ...] = (
     torch.nn.modules.module._global_forward_hooks,
