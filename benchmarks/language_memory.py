@@ -2,11 +2,14 @@
 
     python benchmarks/language_memory.py                 # saved bytes; a minute or two
     python benchmarks/language_memory.py --time 5        # also the time of a training step, median of 5 in turns
+    python benchmarks/language_memory.py --lora 16       # with adapters of rank 16 by PEFT, which alone are trained
+    python benchmarks/language_memory.py --lora 16 --lora-dropout 0.1
 
 The model is transformers' Llama with the shapes of Llama 3.2 1B (width 2,048, MLP 8,192, 32 heads, 8 of k and v) and
 random weights, in float32 on the CPU. saved is what autograd keeps for backward up to the output of the last layer's
 norm: the loss over the vocabulary, which is not keepgrad's, is left out. Time is that of forward and backward up to
-there, against full backprop; take it on a machine that does nothing else.
+there, against full backprop; take it on a machine that does nothing else. With --lora, full backprop is PEFT's LoRA
+alone, on q, k, v, o, gate, up and down.
 """
 
 from __future__ import annotations
@@ -49,6 +52,14 @@ def make(layers: int) -> nn.Module:
     return transformers.LlamaModel(config).train()
 
 
+def adapted(model: nn.Module, rank: int, dropout: float) -> nn.Module:
+    """The model with adapters on every linear layer of its layers."""
+    import peft
+
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_dropout=dropout, target_modules=names)).train()
+
+
 def set_up(name: str, model: nn.Module) -> None:
     options = SETTINGS[name]
     if options is not None:
@@ -82,9 +93,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--time", type=int, default=0, metavar="ROUNDS", help="also measure time, in so many turns")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank alone")
+    parser.add_argument("--lora-dropout", type=float, default=0.0)
     args = parser.parse_args()
     torch.manual_seed(0)
     model, ids = make(args.layers), torch.randint(256, (1, args.length))
+    if args.lora:
+        model = adapted(model, args.lora, args.lora_dropout)
     saved = {}
     for name in SETTINGS:
         set_up(name, model)

@@ -369,7 +369,6 @@ class Noisy(nn.Module):
         ("drop1", nn.AlphaDropout(0.3), "AlphaDropout draws random numbers"),
         ("act", nn.RReLU(), "RReLU draws random numbers"),
         ("act", nn.ReLU(inplace=True), "ReLU works in place"),
-        ("fc1", Noisy(24, 96), "Dropout draws random numbers inside a module"),
     ],
 )
 def test_layers_that_cannot_be_redone_leave_the_branch_alone(layer, module, reason):
@@ -380,6 +379,22 @@ def test_layers_that_cannot_be_redone_leave_the_branch_alone(layer, module, reas
     _, found = grads(model, images(), seed=1)
     keepgrad.remove(model)
     assert_same(found, grads(model, images(), seed=1)[1], rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_inside_of_a_layer_that_is_not_known():
+    model = vit().double()
+    model.blocks[0].mlp.fc1 = Noisy(24, 96).double()
+    x = images(dtype=torch.float64)
+    y, wanted = grads(model, x, seed=1)
+    for save in ("heavy", "input"):
+        assert len(keepgrad.apply(model, keep_ratio=1.0, save=save).sites) == 4
+        y_kept, found = grads(model, x, seed=1)
+        torch.testing.assert_close(y_kept, y)
+        assert_same(found, wanted)
+        keepgrad.remove(model)
+    keepgrad.apply(model, keep_ratio=0.5)
+    torch.testing.assert_close(grads(model, x, seed=1)[0], y)
+    assert "forward" not in vars(model.blocks[0].mlp.fc1.drop)
 
 
 def test_the_activation_of_a_gate_keeps_its_parameters():
@@ -455,3 +470,35 @@ def test_pieces_of_the_batch_make_temporaries_small(monkeypatch):
         keepgrad.apply(model, keep_ratio=0.25, save="input")
         peaks.append(peak_bytes(lambda model=model: model(x)))
     assert peaks[1] < 0.9 * peaks[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_dynamically_quantised_model_has_no_sites():
+    model = torch.ao.quantization.quantize_dynamic(vit(), {nn.Linear}, dtype=torch.qint8).train()
+    with pytest.raises(NoSiteError, match="Linear is quantised, for inference alone"):
+        keepgrad.apply(model, keep_ratio=0.5)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"keep_ratio": 0.5}, {"preset": "balanced"}, {"preset": "exact", "store": "int8"}]
+)
+def test_a_step_on_the_meta_device(options):
+    model = vit().to("meta")
+    keepgrad.apply(model, **options)
+    model(images().to("meta")).sum().backward()
+    assert all(p.grad.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("ratio", [1e-320, 1e-10, {"mlp": 1e-320}, [1e-320, 0.5]])
+def test_a_ratio_that_keeps_less_than_a_position_is_refused_at_once(ratio):
+    with pytest.raises(ConfigError, match="is less than one position of any input; give at least 1e-09"):
+        keepgrad.apply(vit(), keep_ratio=ratio)
+
+
+@pytest.mark.parametrize("given", [None, "vit", vit])
+@pytest.mark.parametrize("call", [keepgrad.apply, keepgrad.plan, keepgrad.remove])
+def test_what_is_no_model_is_refused(call, given):
+    with pytest.raises(keepgrad.InputError, match=f"^model is a {type(given).__name__}; give a torch.nn.Module$"):
+        call(given)
+    with pytest.raises(keepgrad.InputError, match=r"^model is a"), keepgrad.exact(given):
+        pass

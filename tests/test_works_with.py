@@ -261,8 +261,7 @@ def test_layers_changed_after_apply_are_seen():
     hooked = []
     model.blocks[1].norm2.register_forward_hook(lambda *_: hooked.append(1))
     x = images(dtype=torch.float64)
-    with pytest.warns(UserWarning, match="LayerNorm has hooks"):
-        y, found = grads(model, x)
+    y, found = grads(model, x)
     assert hooked == [1]
     keepgrad.remove(model)
     y_plain, wanted = grads(model, x)
@@ -311,8 +310,9 @@ def test_hooks_on_a_branch_fire():
     seen = []
     model.blocks[0].attn.register_forward_hook(lambda *_: seen.append("attn"))
     model.blocks[0].mlp.register_forward_hook(lambda *_: seen.append("mlp"))
-    with pytest.warns(UserWarning, match=r"blocks\.0 \((attention|mlp)\) now runs with full backprop: .* has hooks"):
+    with pytest.warns(UserWarning, match=r"blocks\.0 \(attention\) now runs with full backprop: .* has hooks") as said:
         model(images())
+    assert len(said) == 1
     assert seen == ["attn", "mlp"]
 
 

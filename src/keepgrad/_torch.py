@@ -1,6 +1,6 @@
 """What keepgrad uses of torch that torch does not document, in one place. Tested with torch 2.15.
 
-- A module's hooks can only be seen in its private dictionaries; torch has no question for them.
+- A module's hooks, and those of all modules, can only be seen in private dictionaries; torch has no question for them.
 - `TorchDispatchMode` is how torch's own FLOP counter sees operations; it lives in a module with an underscore.
 - `FakeTensorMode` runs a model on tensors without data, `FakeTensor`s; torch.compile stands on it.
 - `Tensor.backward` puts modes that watch torch's functions out of force; the engine behind it does not.
@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "TorchDispatchMode",
+    "acts_by_itself",
     "backward",
     "fake_tensors",
     "has_compiled_parts",
+    "has_global_hooks",
     "has_hooks",
     "in_backward",
     "is_fake",
@@ -34,14 +36,31 @@ __all__ = [
 ]
 
 
-QUIET_HOOKS = {"transformers.utils.output_capturing"}
-"""Where hooks are defined that stay on modules and do nothing unless they are asked; adapters of the library look."""
+QUIET_HOOKS = {"transformers.utils.output_capturing", "torch.utils.module_tracker", "keepgrad.ledger"}
+"""Where hooks are defined that need not see the modules inside of sites: those of transformers stay on modules and do
+nothing unless they are asked (its adapters look), those of torch's FLOP counter and the ledger note names.
+"""
+GLOBAL_HOOKS: tuple[dict, ...] = (
+    torch.nn.modules.module._global_forward_hooks,
+    torch.nn.modules.module._global_forward_pre_hooks,
+    torch.nn.modules.module._global_backward_hooks,
+    torch.nn.modules.module._global_backward_pre_hooks,
+)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module runs hooks of its own besides its forward."""
+    """Whether calling the module runs hooks besides its forward, its own or those of all modules."""
     kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(getattr(hook, "__module__", "") not in QUIET_HOOKS for hooks in kinds for hook in hooks.values())
+    return any(map(_are_heard, kinds)) or has_global_hooks()
+
+
+def has_global_hooks() -> bool:
+    """Whether there are hooks that run with every module."""
+    return any(GLOBAL_HOOKS) and any(map(_are_heard, GLOBAL_HOOKS))
+
+
+def _are_heard(hooks: dict) -> bool:
+    return any(getattr(hook, "__module__", "") not in QUIET_HOOKS for hook in hooks.values())
 
 
 def tensors_of(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -111,6 +130,14 @@ def only_counts(tensor: torch.Tensor) -> bool:
 def is_real(tensor: torch.Tensor) -> bool:
     """Whether this is a plain tensor, of no subclass such as those of sharded or quantised ones."""
     return type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
+
+
+def acts_by_itself(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass that decides what a linear layer does with it, as quantised ones are.
+
+    Sharded ones (`DTensor`) do not count: they are plain while their block runs.
+    """
+    return not (is_real(tensor) or is_fake(tensor) or type(tensor).__name__ == "DTensor")
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

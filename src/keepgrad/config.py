@@ -20,6 +20,7 @@ from .schedule import SCHEDULES, Layers, Ratio, parse_layers
 __all__ = ["PRESETS", "KeepConfig", "Settings"]
 
 BRANCHES = ("attention", "mlp")
+SMALLEST_RATIO = 1e-9
 
 DEFAULTS: dict[str, Any] = {
     "mask": "grid",
@@ -214,4 +215,8 @@ def check_number(value: object) -> float:
         raise ConfigError(f"keep_ratio={value!r}: give a number in (0, 1], e.g. 0.5")
     if not 0 < value <= 1:
         raise ConfigError(f"keep_ratio={value!r} is outside (0, 1]; 0.5 keeps the gradient of half of the positions")
+    if value < SMALLEST_RATIO:
+        raise ConfigError(
+            f"keep_ratio={value!r} is less than one position of any input; give at least {SMALLEST_RATIO}"
+        )
     return float(value)

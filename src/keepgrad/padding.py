@@ -54,6 +54,13 @@ class PaddedKept(Kept):
     def folds(self) -> bool:
         return self.reduce in ("fold", "pool")
 
+    def unscaled(self) -> PaddedKept:
+        if self.reduce != "scaled":
+            return self
+        picked, _, _, slot_of, size = self.tensors
+        times = self.live.unsqueeze(-1).to(self.times.dtype)
+        return PaddedKept("drop", self.positions, picked, slot_of, size, self.live, times)  # type: ignore[arg-type]
+
     def gather(self, rows: Tensor) -> Tensor:
         if self.reduce == "pool":
             return self._sum(rows) / self._members(rows.dtype)

@@ -39,7 +39,7 @@ from .errors import (
 )
 from .ops.outside import Outside
 from .ops.store import SHIFTS
-from .plan import Plan, Site, config_from, make_plan
+from .plan import Plan, Site, check_model, config_from, make_plan
 from .sampling import Layout
 
 __all__ = ["apply", "exact", "plan", "remove", "set_step"]
@@ -56,6 +56,7 @@ def plan(model: nn.Module, config: KeepConfig | None = None, **options: Any) -> 
     Raises:
         ConfigError: if a setting is wrong, or does not fit the model.
         NoSiteError: if the model has no branch that keepgrad can reduce.
+        InputError: if `model` is no module.
     """
     return make_plan(model, config_from(config, options))[0]
 
@@ -224,6 +225,7 @@ torch.jit.script asks for first.
 
 
 def _patches(model: nn.Module) -> Iterator[tuple[nn.Module, _Patch]]:
+    check_model(model)
     for module in model.modules():
         patch = vars(module).get("forward")
         if isinstance(patch, _Patch):

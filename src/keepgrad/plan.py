@@ -11,12 +11,12 @@ from torch import nn
 
 from .adapters import Block, Unsupported, find_blocks
 from .config import KeepConfig, Settings, check_number
-from .errors import ConfigError, NoSiteError
+from .errors import ConfigError, InputError, NoSiteError
 from .report import aligned
 from .saving import saving
 from .schedule import careful, choose, paper_layers, ratios
 
-__all__ = ["Plan", "Site", "config_from", "make_plan"]
+__all__ = ["Plan", "Site", "check_model", "config_from", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,9 @@ def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Bl
     Raises:
         NoSiteError: if the model has no branch that keepgrad can reduce.
         ConfigError: if a setting does not fit the model.
+        InputError: if it is no model.
     """
+    check_model(model)
     settings = config.settings()
     found = find_blocks(model, settings.modules)
     of_text = config.settings(text=True)
@@ -235,6 +237,12 @@ def _site(
     tier = block.adapter.tier
     how = (ratio, settings.mask, reduce, method, save, store)
     return Site(block.name, kind, block.index, tier, *how, cell, plain, saved)
+
+
+def check_model(model: object) -> None:
+    """Raise InputError for what is no model."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; give a torch.nn.Module")
 
 
 def config_from(config: KeepConfig | None, options: dict[str, Any]) -> KeepConfig:

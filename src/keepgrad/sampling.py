@@ -120,6 +120,12 @@ class Kept:
         part.made = self.made
         return part
 
+    def unscaled(self) -> Kept:
+        """The same slots, which take gradients as they are: what follows has scaled them."""
+        if self.reduce != "scaled":
+            return self
+        return Kept("drop", self.positions, self.slots, self.prefix, self.picked_flat)  # it has no groups
+
     def _group_sum(self, rows: Tensor) -> Tensor:
         batch, _, channels = rows.shape
         flat = rows.reshape(-1, channels)
@@ -149,6 +155,10 @@ class Kept:
         """The activations that stand for each slot."""
         if self.reduce == "pool":
             return self._group_sum(rows).mul_(self._share_of_slots(rows.dtype))
+        return self.pick(rows)
+
+    def pick(self, rows: Tensor) -> Tensor:
+        """The rows of the picked positions, whatever the reduction."""
         return _select(rows, self.picked_flat, self.slots)
 
     def gather_grad(self, grad: Tensor) -> Tensor:
@@ -260,7 +270,7 @@ def sample(
         cell = 1
     height, width = height // cell, width // cell
     count = frames * height * width
-    group = int(1 / keep_ratio + 0.5)
+    group = int(min(1 / keep_ratio, 2.0**62) + 0.5)
     if count < group:
         raise MapTooSmallError(
             f"the mask keeps 1 of every {group} positions, but the feature map has only {height}x{width}; "

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .items import Unsupported, path_of
+from .modules import HAS_HOOKS
 from .position_wise import declared_adapter, position_wise_adapter
 from .program import Program, compile_branch
 from .registry import PATCHES, REGISTRY, Adapter
@@ -69,7 +70,10 @@ class Block:
         items = self.adapter.branches(self.module)[kind]
         if isinstance(items, str):
             raise Unsupported(items)
-        return compile_branch(items)
+        program = compile_branch(items)
+        if program.hooked and not self.adapter.gives_rows:
+            raise Unsupported(HAS_HOOKS.format(program.hooked))
+        return program
 
 
 def find_blocks(model: nn.Module, declared: Mapping[str, Any] | None = None) -> list[Block]:

@@ -11,9 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._torch import has_hooks
+from .._torch import acts_by_itself, has_hooks
+from ..ops.branch import Branch, Hooked
+from ..ops.dropout import Drop, OpaqueWithDropout
+from ..ops.lora import Lora
 from ..ops.stages import GlobalResponseNorm, Linear, Noise, Opaque, Parallel, Pointwise
 from ..ops.stages import gelu as gelu_stage
 from ..ops.stages import layer_norm as layer_norm_stage
@@ -21,14 +25,18 @@ from ..ops.stages import rms_norm as rms_norm_stage
 from .items import LinearOf, Ref, Step, Unsupported, path_of
 
 __all__ = [
-    *("SCALES", "STEPS", "drop_path", "gate", "global_response_norm", "is_plain", "layer_norm", "one_step", "opaque"),
-    *("out_width", "read", "reads", "rms_norm", "rows_of_map", "side_by_side", "steps_for", "steps_of", "width_of"),
+    *("HAS_HOOKS", "SCALES", "STEPS", "drop_path", "gate", "global_response_norm", "is_plain", "layer_norm"),
+    *("one_step", "opaque", "out_width", "read", "reads", "rms_norm", "rows_of_map", "side_by_side", "steps_for"),
+    *("steps_inside", "steps_of", "width_of"),
 ]
 
 
-def is_plain(module: nn.Module) -> bool:
+HAS_HOOKS = "{} has hooks, which expect to see every position once"
+
+
+def is_plain(module: nn.Module, but_hooks: bool = False) -> bool:
     """Whether calling the module does just what its class's forward does: no hooks, no override but keepgrad's own."""
-    return not has_hooks(module) and (
+    return (but_hooks or not has_hooks(module)) and (
         "forward" not in vars(module) or (_is_patched(module) and vars(module)["forward"].previous is None)
     )
 
@@ -78,12 +86,41 @@ def steps_of(module: Any) -> list[Step]:
     if isinstance(module, LinearOf):
         has_bias = module.bias() is not None
         refs = (module.weight, module.bias) if has_bias else (module.weight,)
+        if acts_by_itself(module.weight()):
+            return [Step(Opaque(F.linear, out_features=module.weight().shape[0]), refs)]  # type: ignore[arg-type]
         return [Step(Linear(has_bias), refs)]  # type: ignore[arg-type]
-    if is_plain(module):
+    return [hooked(module)] if has_hooks(module) else steps_inside(module)
+
+
+def steps_inside(module: nn.Module) -> list[Step]:
+    """The steps of a module's forward, whatever hooks it has of its own."""
+    if is_plain(module, but_hooks=True):
         build = STEPS.get(path_of(module))
         if build is not None:
             return build(module)
-    return [opaque(module)]
+        if path_of(module) in SCALES:
+            return [Step(Pointwise(torch.mul), (partial(getattr, module, SCALES[path_of(module)]),))]
+    return [opaque(module, draws=True, but_hooks=True)]
+
+
+def hooked(module: nn.Module) -> Step:
+    """A module with hooks, which is called as itself, with its steps as its forward."""
+    name = type(module).__name__
+    steps = steps_inside(module)
+    if torch.compiler.is_compiling():
+        raise Unsupported(HAS_HOOKS.format(name))
+    is_hooked = any(isinstance(step.stage, Hooked) for step in steps)
+    chains: dict[Any, Any] = {}
+
+    def call(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        module.forward = forward
+        try:
+            return module(x)
+        finally:
+            del module.forward
+
+    stage = Hooked(name, call, lambda: Branch([step.bind() for step in steps], chains=chains, is_hooked=is_hooked))
+    return Step(stage, tuple(ref for step in steps for ref in step.refs))
 
 
 @steps_for("torch.nn.modules.linear.Identity")
@@ -98,7 +135,7 @@ def _sequential(module: Any) -> list[Step]:
 
 @steps_for("torch.nn.modules.dropout.Dropout")
 def _dropout(module: Any) -> list[Step]:
-    return [Step(Noise(module, per_sample=False))] if module.training and module.p > 0 else []
+    return [Step(Noise(own_forward(module), per_sample=False))] if module.training and module.p > 0 else []
 
 
 @steps_for("torch.nn.modules.activation.GELU")
@@ -108,7 +145,23 @@ def _gelu(module: Any) -> list[Step]:
 
 @steps_for("torch.nn.modules.linear.Linear")
 def _linear(module: Any) -> list[Step]:
+    if acts_by_itself(module.weight):
+        _check_gradient(module)
+        return [opaque(module)]
     return [Step(Linear(module.bias is not None), reads(module, "weight", "bias"))]
+
+
+def _check_gradient(module: nn.Linear) -> None:
+    """Raise Unsupported for a layer whose quantised weight passes no gradient on to its input."""
+    device = module.weight.device
+    if device.type == "meta":
+        return
+    x = torch.ones(1, 1, module.in_features, dtype=module.weight.dtype, device=device, requires_grad=True)
+    with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        out = module.forward(x)
+        passes = out.requires_grad and torch.autograd.grad(out.sum(), x, allow_unused=True)[0] is not None
+    if not passes:
+        raise Unsupported(f"Linear with a weight of {type(module.weight).__name__} passes no gradient on")
 
 
 @steps_for("torch.nn.modules.conv.Conv2d")
@@ -132,10 +185,15 @@ def rms_norm(module: Any) -> list[Step]:
     return [Step(rms_norm_stage(shape, module.weight, module.eps)[0], reads(module, "weight"))]
 
 
+def own_forward(module: nn.Module) -> Callable[..., Tensor]:
+    """The forward of a module's class, without the hooks around it."""
+    return partial(type(module).forward, module)
+
+
 def drop_path(module: Any) -> list[Step]:
     """Noise that is drawn once a sample."""
     probability = module.p if hasattr(module, "p") else module.drop_prob
-    return [Step(Noise(module, per_sample=True))] if module.training and probability else []
+    return [Step(Noise(own_forward(module), per_sample=True))] if module.training and probability else []
 
 
 def gate(act: nn.Module, act_first: bool) -> Step:
@@ -177,6 +235,9 @@ def global_response_norm(module: Any) -> Step:
     return Step(GlobalResponseNorm(module.eps), reads(module, "weight", "bias"))
 
 
+QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
+"""Where modules are defined that compute with whole numbers and pass no gradient on."""
+DROPOUT = "torch.nn.modules.dropout.Dropout"
 RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
 SMOOTH = (nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Softplus, nn.Tanh)
 """Activations whose derivative does not jump at zero."""
@@ -186,32 +247,41 @@ OVER_POSITIONS = (
 )
 
 
-def _refuse(module: nn.Module) -> None:
-    """Raise Unsupported for what is no function of each row alone, or cannot be done again."""
+def _refuse(module: nn.Module, draws: bool, but_hooks: bool) -> list[nn.Module]:
+    """Raise Unsupported for what is no function of each row alone, or cannot be done again. Returns its dropouts."""
+    drops: list[nn.Module] = []
     for inner in module.modules():
         kind = type(inner).__name__
-        if has_hooks(inner):
-            raise Unsupported(f"{kind} has hooks, which expect to see every position once")
+        if has_hooks(inner) and not (but_hooks and inner is module):
+            raise Unsupported(HAS_HOOKS.format(kind))
         if getattr(inner, "inplace", False):
             raise Unsupported(f"{kind} works in place; build it with inplace=False")
+        if type(inner).__module__.startswith(QUANTISED):
+            raise Unsupported(f"{kind} is quantised, for inference alone")
         if isinstance(inner, OVER_POSITIONS):
             raise Unsupported(f"{kind} works over positions or samples")
         if isinstance(inner, RANDOM) and inner.training and getattr(inner, "p", 1) > 0:
-            raise Unsupported(f"{kind} draws random numbers inside a module that keepgrad does not know")
+            if not draws or path_of(inner) != DROPOUT or not is_plain(inner) or torch.compiler.is_compiling():
+                raise Unsupported(f"{kind} draws random numbers inside a module that keepgrad does not know")
+            drops.append(inner)
+    return drops
 
 
-def opaque(module: nn.Module) -> Step:
+def opaque(module: nn.Module, draws: bool = False, but_hooks: bool = False) -> Step:
     """Any position-wise module on rows, redone in backward with whatever it does.
 
-    It counts as heavy if it has a matrix, else as cheap (a custom activation or norm).
+    It counts as heavy if it has a matrix or a dropout, else as cheap (a custom activation or norm). `draws` says
+    whether it may have dropouts, `but_hooks` that its own hooks do not count, if it can be run without them.
 
     Raises:
         Unsupported: if the module is no function of each row alone, or cannot be done again.
     """
-    _refuse(module)
+    drops = _refuse(module, draws, but_hooks)
     named = dict(module.named_parameters())
-    if not named:  # it is no site
+    if not named and not drops:  # it is no site
         return Step(Pointwise(module.forward, reads_signs=not isinstance(module, SMOOTH)))
+    if has_hooks(module):
+        raise Unsupported(HAS_HOOKS.format(type(module).__name__))  # it is called, and they would run again
     names = tuple(named)
 
     def fn(x: Tensor, *tensors: Tensor) -> Tensor:
@@ -226,6 +296,10 @@ def opaque(module: nn.Module) -> Step:
             patch.is_aside = False
 
     refs = tuple(_parameter(module, name) for name in names)
+    if drops:
+        how = tuple(Drop(own_forward(one), one.p) for one in drops)  # type: ignore[arg-type]
+        out_features = getattr(module, "out_features", None)
+        return Step(OpaqueWithDropout(fn, out_features=out_features, modules=tuple(drops), drops=how), refs)
     if all(t.dim() < 2 for t in named.values()):
         return Step(Pointwise(fn), refs)
     return Step(Opaque(fn, out_features=getattr(module, "out_features", None)), refs)
@@ -239,6 +313,9 @@ def _parameter(module: nn.Module, name: str) -> Ref:
 
 def one_step(layer: Any) -> Step:
     steps = steps_of(layer)
+    for step in steps:
+        if isinstance(step.stage, Hooked):
+            raise Unsupported(HAS_HOOKS.format(step.stage.name))
     if len(steps) != 1:
         raise Unsupported(f"{type(layer).__name__} is not a linear layer")
     return steps[0]
@@ -246,22 +323,26 @@ def one_step(layer: Any) -> Step:
 
 def out_width(step: Step) -> int:
     """The number of channels that a linear layer, or an opaque stage in its place, makes."""
-    if isinstance(step.stage, Linear):
+    stage = step.stage.base if isinstance(step.stage, Lora) else step.stage
+    if isinstance(stage, Linear):
         return step.refs[0]().shape[0]
-    assert isinstance(step.stage, Opaque)
-    if step.stage.out_features is not None:
-        return step.stage.out_features
-    tensors = [torch.empty_like(ref(), device="meta") for ref in step.refs]
+    if not isinstance(stage, Opaque):
+        raise Unsupported(f"a projection to q, k or v is a {type(stage).__name__}, and no linear layer")
+    if stage.out_features is not None:
+        return stage.out_features
+    tensors = [torch.empty(ref().shape, dtype=ref().dtype, device="meta") for ref in step.refs]
     x = torch.empty(1, 1, width_of([step]) or 1, dtype=tensors[0].dtype, device="meta")
     try:
-        return step.stage.fn(x, *tensors).shape[-1]
+        return stage.fn(x, *tensors).shape[-1]
     except Exception as error:
         raise Unsupported(f"a projection to q, k or v does not tell how many channels it makes: {error}") from None
 
 
 def width_of(steps: Sequence[Step]) -> int | None:
     """The number of channels of the first of the steps: what its first matrix reads, or its first vector has."""
-    matrices = [step for step in steps if isinstance(step.stage, (Linear, Parallel, Opaque)) and step.refs]
+    matrices = [
+        step for step in steps if isinstance(step.stage, (Linear, Lora, Parallel, Opaque, Hooked)) and step.refs
+    ]
     for step in matrices or steps:
         for ref in step.refs:
             shape = ref().shape

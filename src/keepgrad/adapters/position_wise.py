@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .._torch import has_hooks
 from ..errors import ConfigError
 from .items import Step, Unsupported, path_of
-from .modules import gate, side_by_side, steps_for, steps_of
+from .modules import HAS_HOOKS, gate, side_by_side, steps_for, steps_inside, steps_of
 from .program import compile_branch
 from .registry import Adapter, RunBranch
 
@@ -38,12 +38,13 @@ class PositionWise(Adapter):
     """A module that is one branch."""
 
     tier = 2
+    gives_rows = False
 
     def __init__(self, first: bool = False) -> None:
         self.channels_first = first
 
     def branches(self, m: Any) -> dict[str, Any]:
-        return {"mlp": [m]}
+        return {"mlp": steps_inside(m)}  # its own hooks run around its forward, which is keepgrad's
 
     def forward(self, m: Any, run: RunBranch, x: Tensor, *args: Any, **options: Any) -> Tensor:
         if args or options or not 3 <= x.dim() <= 5:
@@ -101,13 +102,16 @@ class Product(NamedTuple):
 
 
 class Structured(PositionWise):
-    """A module whose parts and their order were found by watching it run. `order` has the names of the parts."""
+    """A module whose parts and their order were found by watching it run. `order` has the names of the parts, or is the
+    reason why they could not be found."""
 
-    def __init__(self, order: Sequence[str | Product]) -> None:
+    def __init__(self, order: Sequence[str | Product] | str) -> None:
         super().__init__()
         self.order = order
 
     def branches(self, m: Any) -> dict[str, Any]:
+        if isinstance(self.order, str):
+            return {"mlp": self.order}
         return {"mlp": [part.of(m) if isinstance(part, Product) else getattr(m, part) for part in self.order]}
 
 
@@ -130,15 +134,19 @@ def _gated(module: Any) -> list[Step]:
     return [*(steps_of(layers[0]) if len(layers) == 1 else [side_by_side(*layers)]), gate(act, act_first)]
 
 
-LINEAR = {"torch.nn.modules.linear.Linear": 1, "transformers.pytorch_utils.Conv1D": 0}
+LINEAR = {
+    "torch.nn.modules.linear.Linear": 1,
+    "transformers.pytorch_utils.Conv1D": 0,
+    "peft.tuners.lora.layer.Linear": 1,
+}
 """Import paths of linear layers, and which dimension of their weight is that of the input."""
 
 
-def structure(module: nn.Module) -> Sequence[str | Product] | None:
+def structure(module: nn.Module) -> Sequence[str | Product] | str | None:
     """The parts of an MLP in order: linear, activation, linear; or gate, up, down; with dropouts anywhere.
 
     The module runs once on a small input. Each part must be called once, with just what the one before it made.
-    None if the module is something else.
+    None if the module is something else; the reason, if it cannot be told.
     """
     parts = dict(module.named_children())
     layers = [name for name, part in parts.items() if path_of(part) in LINEAR]
@@ -148,8 +156,9 @@ def structure(module: nn.Module) -> Sequence[str | Product] | None:
         return None
     if list(module.named_parameters(recurse=False)):
         return None
-    if any(has_hooks(part) for part in parts.values()):
-        return list(parts)  # it is not run, and whoever compiles it finds the hooks
+    heard = [part for part in parts.values() if has_hooks(part)]
+    if heard:  # it is not run
+        return HAS_HOOKS.format(type(heard[0]).__name__)
     first: Any = parts[layers[0]]
     width = first.weight.shape[LINEAR[path_of(first)]]
     run = _watch(module, parts, width) if width >= SMALLEST else None
@@ -251,10 +260,13 @@ def prove(module: nn.Module) -> None:
     """Raise ConfigError unless the module is a function of each position alone, without state or chance."""
     name = type(module).__name__
     try:
-        width = compile_branch([module]).width
+        program = compile_branch(steps_inside(module))
+        if any(step.stage.noises for step in program.before):
+            raise Unsupported("Dropout draws random numbers inside a module that keepgrad does not know")
     except Unsupported as why:
         raise ConfigError(f"{name} was declared to be position-wise, but cannot be reduced: {why}") from None
     parameter = next(module.parameters(), None)
+    width = program.width
     if width is None or parameter is None:
         raise ConfigError(f"{name} was declared to be position-wise, but has no layer that tells its input's channels")
     if parameter.is_meta:
@@ -265,7 +277,7 @@ def prove(module: nn.Module) -> None:
     buffers = {key: value.clone() for key, value in module.named_buffers()}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            before, again, after = module(x), module(x), module(moved)
+            before, again, after = (module.forward(rows) for rows in (x, x, moved))
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from .._torch import has_hooks
 from ..ops.attention import Core, Part, add_dense, rotate, row_norm
-from ..ops.branch import BoundAttention, Branch
+from ..ops.branch import BoundAttention, Branch, Hooked
 from ..ops.chain import Chain
 from ..ops.stages import Linear, Noise, Opaque, Parallel, Pointwise
 from .items import Attention, Ref, Scale, Step, Unsupported, path_of
-from .modules import SCALES, is_plain, one_step, out_width, steps_of, width_of
+from .modules import HAS_HOOKS, SCALES, is_plain, one_step, out_width, steps_of, width_of
 
 __all__ = ["Program", "compile_branch"]
 
@@ -34,6 +34,9 @@ class Program:
         self.before, self.attention, self.after = before, attention, after
         self.width = width_of([*before, attention.projection] if attention else before)
         self.chains: dict[Any, Chain] = {}
+        hooked = [step.stage.name for step in (*before, *after) if isinstance(step.stage, Hooked)]
+        self.hooked = next(iter(hooked), None)
+        """The name of a module with hooks, if it has one."""
 
     @property
     def has_attention(self) -> bool:
@@ -69,9 +72,10 @@ class Program:
         """
         before = [step.bind() for step in self.before]
         if self.attention is None:
-            return Branch(before, chains=self.chains)
+            return Branch(before, chains=self.chains, is_hooked=self.hooked is not None)
         attention = self.attention.bind(attn_mask, is_causal, rope, bias_tensors)
-        return Branch(before, attention, [step.bind() for step in self.after], self.chains)
+        after = [step.bind() for step in self.after]
+        return Branch(before, attention, after, self.chains, self.hooked is not None)
 
 
 class _AttentionSteps:
@@ -150,7 +154,7 @@ def _norm_part(norm: nn.Module | None) -> list[tuple[Part, Sequence[Ref]]]:
     if not steps:
         return []
     (step,) = steps
-    if not isinstance(step.stage, Pointwise):
+    if not isinstance(step.stage, Pointwise) or step.stage.noises:
         raise Unsupported(f"{type(norm).__name__} is not known as a norm inside attention")
     return [(row_norm(step.stage.fn, len(step.refs)), step.refs)]
 
@@ -170,7 +174,7 @@ def compile_branch(items: Sequence[Any]) -> Program:
             if attention is not None:
                 raise Unsupported("the branch has two attentions")
             if has_hooks(item.module):
-                raise Unsupported(f"{type(item.module).__name__} has hooks, which expect to see every position once")
+                raise Unsupported(HAS_HOOKS.format(type(item.module).__name__))
             attention = _AttentionSteps(item)
         elif isinstance(item, Scale):
             _add_scale(steps, item)

@@ -101,6 +101,8 @@ class VisionTransformerBlock(Adapter):
 class ConvNeXtBlock(Adapter):
     """ConvNeXt and ConvNeXt V2. The depthwise convolution mixes positions and stays with autograd."""
 
+    gives_rows = False
+
     def branches(self, m: Any) -> dict[str, Any]:
         return {"mlp": [m.norm, m.mlp, Scale(lambda: m.gamma), m.drop_path]}
 
@@ -113,6 +115,8 @@ class ConvNeXtBlock(Adapter):
 @adapts("timm.models.convnext.ConvNeXtStage")
 class ConvNeXtDownsample(Adapter):
     """A norm and a convolution over patches that do not overlap: position-wise in the patches."""
+
+    gives_rows = False
 
     def modules(self, m: Any) -> list[nn.Module]:
         return [m.downsample] if isinstance(m.downsample, nn.Sequential) and len(m.blocks) else []

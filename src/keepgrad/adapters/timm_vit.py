@@ -195,6 +195,8 @@ def channels_of(layer: Any, start: int, stop: int) -> LinearOf:
 class ParallelScalingBlock(Adapter):
     """Attention and MLP side by side, which share their norm and their first layer, and maybe their last."""
 
+    gives_rows = False
+
     def attend(self, m: Any, layer: Any, project: list[LinearOf], out: list[Any]) -> Attention:
         return Attention(
             layer,
@@ -369,6 +371,8 @@ def _affine(module: Any) -> list[Step]:
 class SamAttention(Adapter):
     """SAM's attention, on maps or windows `[batch, height, width, channels]`."""
 
+    gives_rows = False
+
     def branches(self, m: Any) -> dict[str, Any]:
         tables = tables_of(m)
         attend = Attention(
@@ -430,6 +434,8 @@ def rows_and_columns(q: Tensor, q_at: Places, k_at: Places, tall: Tensor, wide: 
 @adapts("timm.models.vision_transformer_sam.Block")
 class SamBlock(Adapter):
     """SAM. Its attention, a module of its own, is called on the windows."""
+
+    gives_rows = False
 
     def branches(self, m: Any) -> dict[str, Any]:
         return {"mlp": [m.norm2, m.mlp, m.ls2, m.drop_path2]}

@@ -109,6 +109,8 @@ def _unit(rows: Tensor) -> Tensor:
 
 @adapts(f"{SWIN}SwinTransformerBlock")
 class SwinBlock(Adapter):
+    gives_rows = False
+
     def branches(self, m: Any) -> dict[str, Any]:
         probe(m, "norm1", "_attn", "drop_path1")
         return {"mlp": [m.norm2, m.mlp, m.drop_path2]}
@@ -122,6 +124,8 @@ class SwinBlock(Adapter):
 @adapts(f"{SWIN_V2}SwinTransformerV2Block")
 class SwinV2Block(Adapter):
     """The norms come after the attention and the MLP."""
+
+    gives_rows = False
 
     def branches(self, m: Any) -> dict[str, Any]:
         probe(m, "norm1", "_attn", "drop_path1")

@@ -98,6 +98,8 @@ class Function(nn.Module):
 class EncoderLayer(Adapter):
     """Norms come first, or after each residual sum. There they are on the trunk and stay with autograd."""
 
+    gives_rows = False  # positions may come first
+
     def branches(self, m: Any) -> dict[str, Any]:
         kind, own = type(m), nn.TransformerEncoderLayer
         if kind._sa_block is not own._sa_block or kind._ff_block is not own._ff_block:

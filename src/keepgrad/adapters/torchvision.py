@@ -32,6 +32,8 @@ class VisionTransformerBlock(Adapter):
 class ConvNeXtBlock(Adapter):
     """The depthwise convolution mixes positions and stays with autograd."""
 
+    gives_rows = False
+
     def branches(self, m: Any) -> dict[str, Any]:
         _, to_rows, *inner, to_maps = m.block  # the first is the depthwise convolution
         if list(to_rows.dims) != [0, 2, 3, 1] or list(to_maps.dims) != [0, 3, 1, 2]:
@@ -50,6 +52,8 @@ class SwinAttention(Adapter):
 
     Its layers are not called, only their weights are read.
     """
+
+    gives_rows = False
 
     def branches(self, m: Any) -> dict[str, Any]:
         attention = Attention(
@@ -124,6 +128,8 @@ class SwinV2Attention(SwinAttention):
 
 @adapts(f"{MODELS}swin_transformer.SwinTransformerBlock")
 class SwinBlock(Adapter):
+    gives_rows = False
+
     def branches(self, m: Any) -> dict[str, Any]:
         probe(m, "norm1", "attn")
         return {"mlp": [m.norm2, m.mlp, m.stochastic_depth]}
@@ -137,6 +143,8 @@ class SwinBlock(Adapter):
 @adapts(f"{MODELS}swin_transformer.SwinTransformerBlockV2")
 class SwinV2Block(Adapter):
     """The norms come after the attention and the MLP."""
+
+    gives_rows = False
 
     def branches(self, m: Any) -> dict[str, Any]:
         probe(m, "norm1", "attn")
@@ -165,6 +173,8 @@ def _relative_attention(m: Any) -> Attention:
 @adapts(f"{MODELS}maxvit.PartitionAttentionLayer")
 class MaxVitLayer(Adapter):
     """Attention in windows, or among the positions of a grid; the model's own modules do the partition."""
+
+    gives_rows = False
 
     def branches(self, m: Any) -> dict[str, Any]:
         probe(m, "partition_op", "partition_swap", "departition_swap", "departition_op", "grid_size", "p")

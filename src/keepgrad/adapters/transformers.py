@@ -417,6 +417,8 @@ def _response_norm(m: Any) -> list[Step]:
 class ConvNextLayer(Adapter):
     """The depthwise convolution mixes positions and stays with autograd."""
 
+    gives_rows = False
+
     def branches(self, m: Any) -> dict[str, Any]:
         act = one_of(m, "act", "activation_fn")
         norm = [m.grn] if hasattr(m, "grn") else []

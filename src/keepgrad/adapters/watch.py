@@ -6,16 +6,17 @@ step. Weights are read anew in every step, so they need no watching.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from torch import nn
 
-from .._torch import has_hooks
+from .._torch import has_global_hooks, has_hooks
 
 __all__ = ["Watch"]
 
-FACTS = ("p", "drop_prob")
-"""Attributes that decide whether a module draws random numbers."""
+FACTS = ("p", "drop_prob", "merged_adapters", "_disable_adapters", "_active_adapter", "scaling")
+"""Attributes that decide whether a module draws random numbers, and which adapters of PEFT are in force."""
 
 
 class Watch:
@@ -29,21 +30,24 @@ class Watch:
         for module in block.modules():
             own = module.__dict__
             hooks = [own[f"_{kind}_hooks"] for kind in ("forward", "forward_pre", "backward", "backward_pre")]
-            facts = [(name, own[name]) for name in FACTS if name in own]
+            facts = [(name, copy(own[name])) for name in FACTS if name in own]
             forward = None if module is block else own.get("forward")
-            fixed = (own["training"], list(own["_modules"].values()), _absent(own), facts, forward, has_hooks(module))
+            fixed = (own["training"], list(own["_modules"].values()), _kinds(own), facts, forward, has_hooks(module))
             self.seen.append((module, type(module), own, *fixed, hooks))
         self.block = block
+        self.all_hooked = has_global_hooks()
 
     def holds(self) -> bool:
         """Whether nothing has changed since this was made."""
         block = self.block
-        for module, kind, own, training, children, absent, facts, forward, hooked, hooks in self.seen:
+        if has_global_hooks() is not self.all_hooked:
+            return False
+        for module, kind, own, training, children, kinds, facts, forward, hooked, hooks in self.seen:
             if module.__class__ is not kind or own["training"] is not training:
                 return False
             if own.get("forward") is not forward and module is not block:
                 return False
-            if (absent or own["_parameters"]) and _absent(own) != absent:
+            if (kinds or own["_parameters"]) and _kinds(own) != kinds:
                 return False
             if (children or own["_modules"]) and list(own["_modules"].values()) != children:
                 return False
@@ -55,6 +59,6 @@ class Watch:
         return True
 
 
-def _absent(own: dict[str, Any]) -> list[bool]:
-    """Which of a module's parameters are None."""
-    return [value is None for value in own["_parameters"].values()]
+def _kinds(own: dict[str, Any]) -> list[type]:
+    """The types of a module's parameters: None, plain ones, quantised ones."""
+    return [value.__class__ for value in own["_parameters"].values()]

@@ -27,10 +27,13 @@ def sbp(f: Callable[[Tensor], Tensor], x: Tensor, kept: Tensor, dim: int = 1) ->
         dim: the dimension of `x`, and of the output, along which positions lie.
 
     Raises:
-        InputError: if `kept` does not fit `x`, or if `f` changes the number of positions.
+        InputError: if an argument is of the wrong kind or does not fit, or if `f` changes the number of positions.
     """
-    if not isinstance(kept, Tensor) or not -x.dim() <= dim < x.dim():
-        raise InputError(f"kept is a {type(kept).__name__} and dim is {dim}; give a tensor, and a dimension of x")
+    if not callable(f) or not isinstance(x, Tensor) or not isinstance(kept, Tensor):
+        kinds = ", ".join(f"{name} is a {type(one).__name__}" for name, one in (("f", f), ("x", x), ("kept", kept)))
+        raise InputError(f"{kinds}; give a module or a function, and two tensors")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        raise InputError(f"dim={dim!r} is no dimension of x, which has {x.dim()}; give a whole number")
     dim %= x.dim()
     positions = x.shape[dim]
     keep = _mask(kept, positions, dim)

@@ -273,7 +273,7 @@ class SelfAttention(Stage):
     """
 
     method: str
-    projection: Linear | Parallel
+    projection: Stage
     core: Core
     counts: tuple[int, int]
     heavy = True
@@ -295,11 +295,15 @@ class SelfAttention(Stage):
 
     def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
         projection, core = self.split_tensors(tensors)
-        qkv = self.projection.forward(x, projection, None, False)[0]
+        qkv, drawn = self.projection.forward(x, projection, kept, False)
         out = self.core(self.sections(qkv), core)
         if not keep_extras:
-            return out, ()
-        return out, self._rows(qkv, tensors, kept)
+            return out, drawn
+        return out, (*drawn, *self._rows(qkv, tensors, kept))
+
+    @property
+    def noises(self) -> int:  # type: ignore[override]
+        return self.projection.noises
 
     def _rows(self, qkv: Tensor, tensors: Tensors, kept: Kept | None) -> Tensors:
         """What backward needs of q, k and v (and the gate)."""
@@ -317,18 +321,18 @@ class SelfAttention(Stage):
         return rows.unflatten(-1, (self.core.heads, -1)).index_select(-2, heads).flatten(-2)
 
     def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
-        extras = at.extras
-        if not extras:
+        drawn, rows = at.extras[: self.noises], at.extras[self.noises :]
+        if not rows:
             assert at.x is not None
-            qkv = self.projection.forward(at.x, self.split_tensors(at.tensors)[0], None, False)[0]
-            extras = (qkv,) if self.method == "qkv" else self._rows(qkv, at.tensors, at.kept)
+            qkv = self.projection.redo(at.x, self.split_tensors(at.tensors)[0], drawn)
+            rows = (qkv,) if self.method == "qkv" else self._rows(qkv, at.tensors, at.kept)
         if self.method == "head":
-            return self._vjp_heads(at, extras)
+            return self._vjp_heads(at, rows)
         if self.method == "query" and at.kept is not None:
-            return self._vjp_queries(at, at.kept, extras)
-        return self._vjp_rows(at, *extras)
+            return self._vjp_queries(at, at.kept, rows)
+        return self._vjp_rows(at, rows[0], drawn)
 
-    def _vjp_rows(self, at: Point, qkv: Tensor) -> tuple[Tensor, Pull]:
+    def _vjp_rows(self, at: Point, qkv: Tensor, drawn: Tensors) -> tuple[Tensor, Pull]:
         projection, tensors = self.split_tensors(at.tensors)
         projection_needs, needs = self.split_tensors(at.needs)
         places, key_bias = Places(), None
@@ -341,7 +345,7 @@ class SelfAttention(Stage):
         def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
             d_qkv, d_core = pull_core(grad)
             assert d_qkv is not None
-            where = Point(at.x, projection, projection_needs, (), None, False, at.need_input)
+            where = Point(at.x, projection, projection_needs, drawn, None, False, at.need_input)
             dx, found = self.projection.vjp(where)[1](d_qkv)
             return dx, (*found, *d_core)
 
@@ -350,7 +354,7 @@ class SelfAttention(Stage):
     def _vjp_core(
         self, qkv: Tensor, tensors: Tensors, needs: tuple[bool, ...], places: Places, key_bias: Tensor | None
     ) -> tuple[Tensor, Pull]:
-        if not self.core.is_bare or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self.core.is_bare:
 
             def core(qkv: Tensor, *tensors: Tensor) -> Tensor:
                 return self.core(self.sections(qkv), tensors, places, places, key_bias)
@@ -447,6 +451,7 @@ class SelfAttention(Stage):
         """The linear layers of the projection."""
         if isinstance(self.projection, Linear):
             return [_Layer(self.projection, tensors, needs, 0, sum(self.core.sections))]
+        assert isinstance(self.projection, Parallel)
         groups = zip(self.projection.split(tensors), self.projection.split(needs), strict=True)
         stages: Any = self.projection.stages
         edges = _edges(self.projection.widths)

@@ -2,24 +2,40 @@
 
 Attention is one chain with everything around it where its backward is reduced or redone. It is redone with
 save="input", and where values are stored in 8 bits: its backward is never taken at values that do not belong together.
-Where it is neither (every position kept and save="heavy") or cannot be (dropout of the attention matrix, a projection
-that is no plain linear layer), the attention itself is left to autograd and its fused kernel, and the chains before and
-after it run in the engine.
+Where it is neither (every position kept and save="heavy") or cannot be (dropout of the attention matrix, a method that
+cuts a projection which is no plain linear layer), the attention itself is left to autograd and its fused kernel, and
+the chains before and after it run in the engine.
+
+A module with hooks is called as itself, so that they run as in the plain model; its forward is then a branch too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..sampling import Kept
 from .attention import Core, SelfAttention
 from .chain import Chain, run_stages
-from .stages import Linear, Link, Parallel, Tensors
+from .stages import Linear, Link, Parallel, Stage, Tensors
 
-__all__ = ["BoundAttention", "Branch"]
+__all__ = ["BoundAttention", "Branch", "Hooked"]
+
+
+@dataclass(frozen=True)
+class Hooked(Stage):
+    """A module with hooks, which is called as itself: `call(forward, x)` calls it with another forward for the moment.
+
+    `bind` reads the tensors of what it is made of, when its hooks before the forward have run.
+    """
+
+    name: str
+    call: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+    bind: Callable[[], Branch]
 
 
 class BoundAttention(NamedTuple):
@@ -41,8 +57,6 @@ class BoundAttention(NamedTuple):
         """Whether the attention itself is left to autograd."""
         if self.dropout > 0 or (not reduced and save == "heavy" and not packs):
             return True
-        if not isinstance(self.projection[0], (Linear, Parallel)):
-            return True
         if method == "head" and (self.core.heads != self.core.kv_heads or self.core.out_parts):
             return True  # heads share a key, or a norm of their outputs
         return reduced and method != "qkv" and not self.cuttable
@@ -50,7 +64,6 @@ class BoundAttention(NamedTuple):
     def stage(self, method: str) -> SelfAttention:
         """It as a stage of a chain, whose tensors are those of the projection, its own, and the heads if given."""
         stage, tensors = self.projection
-        assert isinstance(stage, (Linear, Parallel))
         return SelfAttention(method, stage, self.core, (len(tensors), len(self.tensors)))
 
     def attend(self, qkv: Tensor) -> Tensor:
@@ -62,12 +75,14 @@ class Branch(NamedTuple):
     """The stages of a branch with their tensors; `attention` lies between `before` and `after`.
 
     `chains` is kept by whoever builds the same branch in every step: the chains that were made of its stages.
+    `is_hooked` says that some stages are `Hooked`; what lies between them runs in pieces.
     """
 
     before: Sequence[Link]
     attention: BoundAttention | None = None
     after: Sequence[Link] = ()
     chains: dict[Any, Chain] | None = None
+    is_hooked: bool = False
 
     def run(
         self,
@@ -80,6 +95,8 @@ class Branch(NamedTuple):
         noise: Tensor | None = None,
     ) -> Tensor:
         """All positions forward, the kept slots or heads backward; the residual is added. `noise` is `Chain`'s."""
+        if self.is_hooked:
+            return self._run_pieces(x, kept, save, residual, method, heads, noise)
         attention = self.attention
         if attention is None:
             return self._chain("all", self.before).run(x, _tensors(self.before), kept, save, residual, noise)
@@ -98,6 +115,75 @@ class Branch(NamedTuple):
         tensors = [*_tensors(self.before), *given, *_tensors(self.after)]
         return chain.run(x, tensors, kept, save, residual, noise)
 
+    def _run_pieces(
+        self,
+        x: Tensor,
+        kept: Kept | None,
+        save: str,
+        residual: Tensor | None,
+        method: str,
+        heads: Tensor | None,
+        noise: Tensor | None,
+    ) -> Tensor:
+        """One piece after the other. A slot's gradient goes to its positions and comes back as it was at each end of
+        one; only the last may scale it, and before attention whose keys are all kept every position has one."""
+        pieces = self._pieces()
+        attends = [number for number, piece in enumerate(pieces) if isinstance(piece, Branch) and piece.attention]
+        for number, piece in enumerate(pieces):
+            is_last = number == len(pieces) - 1
+            own = kept if kept is None or is_last else kept.unscaled()
+            if method != "qkv" and attends and number < attends[0]:
+                own = None
+            added = residual if is_last else None
+            if isinstance(piece, Branch):
+                x = piece.run(x, own, save, added, method, heads, noise)
+                continue
+
+            def forward(rows: Tensor, piece: Hooked = piece, own: Kept | None = own) -> Tensor:
+                return piece.bind().run(rows, own, save, None, method, None, noise)
+
+            x = piece.call(forward, x)
+            x = x if added is None else added + x
+        return x
+
+    def _pieces(self) -> list[Branch | Hooked]:
+        """The branch, cut where modules have hooks."""
+        found: list[Branch | Hooked] = []
+        links: list[Link] = []
+        attention = None
+        before: list[Link] = []
+
+        def cut() -> None:
+            nonlocal links, before, attention
+            if links or attention is not None:
+                chains = None if self.chains is None else self.chains.setdefault(("piece", len(found)), {})  # type: ignore[arg-type]
+                whole = (links,) if attention is None else (before, attention, links)
+                found.append(Branch(*whole)._replace(chains=chains))  # type: ignore[arg-type]
+            links, before, attention = [], [], None
+
+        for side in (self.before, self.after):
+            if side is self.after and self.attention is not None:
+                before, links, attention = links, [], self.attention
+            for link in side:
+                if isinstance(link[0], Hooked):
+                    cut()
+                    found.append(link[0])
+                else:
+                    links.append(link)
+        cut()
+        return found
+
+    def flat(self) -> Branch:
+        """The same without hooks."""
+        if not self.is_hooked:
+            return self
+
+        def inside(links: Sequence[Link]) -> list[Link]:
+            parts = [link[0].bind().flat().before if isinstance(link[0], Hooked) else [link] for link in links]
+            return [link for part in parts for link in part]
+
+        return Branch(inside(self.before), self.attention, inside(self.after))
+
     def _chain(self, key: Any, links: Sequence[Link]) -> Chain:
         """The chain of some links, made once."""
         chain = None if self.chains is None else self.chains.get(key)
@@ -115,7 +201,9 @@ class Branch(NamedTuple):
         return run_stages(self.after, out)
 
     def on_meta(self) -> Branch:
-        """The same branch with tensors that have no data and all need gradients."""
+        """The same branch with tensors that have no data and all need gradients, and without hooks."""
+        if self.is_hooked:
+            return self.flat().on_meta()
 
         def bare(link: Link) -> Link:
             return link[0], _bare(link[1])
@@ -131,4 +219,5 @@ def _tensors(links: Sequence[Link]) -> list[Tensor]:
 
 
 def _bare(tensors: Tensors) -> Tensors:
-    return tuple(t.new_empty(t.shape, device="meta").requires_grad_(t.is_floating_point()) for t in tensors)
+    made = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors)
+    return tuple(t.requires_grad_(t.is_floating_point()) for t in made)

@@ -296,7 +296,7 @@ def _in_pieces(
     end = spec.count
     while end and isinstance(spec.stages[end - 1], Noise):
         end -= 1
-    if any(isinstance(stage, Noise) for stage in spec.stages[:end]):
+    if any(isinstance(stage, Noise) or stage.noises for stage in spec.stages[:end]):
         return None
     if any(t.dim() == 4 and t.shape[0] > 1 for group in tensors for t in group):
         return None  # a mask of attention that differs from sample to sample

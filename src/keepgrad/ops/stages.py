@@ -10,6 +10,7 @@ Shapes: a stage maps rows `[batch, positions, in]` to rows `[batch, positions, o
 | LayerNorm | no    | -                               | its kernel, with mean and deviation redone         |
 | Opaque    | yes   | -                               | the same; for modules keepgrad does not know       |
 | Linear    | yes   | -                               | two matmuls; needs its input, not its output       |
+| Lora      | yes   | a bit for each dropped value    | that of Linear, and of the adapters (see lora.py)  |
 | Parallel  | yes   | -                               | those of its stages, their input gradients added   |
 | GRN       | no    | a norm for each channel, sample | its formula                                        |
 | Noise     | no    | the noise (dropout, drop path)  | a product with the noise                           |
@@ -88,6 +89,8 @@ class Stage:
     """Whether `vjp` makes the output slots in any case."""
     reads_signs = False
     """Whether its derivative jumps at zero, as that of a ReLU."""
+    noises = 0
+    """How many tensors it draws at random. They are the first of its extras, and saved in any case."""
     exact_extras = False
     """Whether what it saves besides its output must not be rounded."""
     overwrites = False
@@ -100,6 +103,10 @@ class Stage:
     def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
         """The output for all rows, and what to save for `vjp` besides inputs and outputs (if `keep_extras`)."""
         raise NotImplementedError
+
+    def redo(self, x: Tensor, tensors: Tensors, drawn: Tensors) -> Tensor:
+        """The output slots again. `drawn` are its `noises`."""
+        return self.forward(x, tensors, None, False)[0]
 
     def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
         """The output slots, if needed, and the pull-back."""
@@ -314,13 +321,31 @@ class Parallel(Stage):
         rest = iter(tensors)
         return [tuple(next(rest) for _ in range(count)) for count in self.counts]
 
+    @property
+    def noises(self) -> int:  # type: ignore[override]
+        return sum(stage.noises for stage in self.stages)
+
+    def split_drawn(self, drawn: Tensors) -> list[Tensors]:
+        """What was drawn, stage by stage."""
+        rest = iter(drawn)
+        return [tuple(next(rest) for _ in range(stage.noises)) for stage in self.stages]
+
     def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
         groups = zip(self.stages, self.split(tensors), strict=True)
-        return torch.cat([stage.forward(x, group, None, False)[0] for stage, group in groups], dim=-1), ()
+        made = [stage.forward(x, group, kept, False) for stage, group in groups]
+        return torch.cat([out for out, _ in made], dim=-1), tuple(one for _, drawn in made for one in drawn)
+
+    def redo(self, x: Tensor, tensors: Tensors, drawn: Tensors) -> Tensor:
+        groups = zip(self.stages, self.split(tensors), self.split_drawn(drawn), strict=True)
+        return torch.cat([stage.redo(x, group, own) for stage, group, own in groups], dim=-1)
 
     def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
-        groups = zip(self.stages, self.split(at.tensors), self.split(at.needs), strict=True)
-        pairs = [stage.vjp(at._replace(tensors=group, needs=needs)) for stage, group, needs in groups]
+        groups = zip(
+            self.stages, self.split(at.tensors), self.split(at.needs), self.split_drawn(at.extras), strict=True
+        )
+        pairs = [
+            stage.vjp(at._replace(tensors=group, needs=needs, extras=drawn)) for stage, group, needs, drawn in groups
+        ]
         out = torch.cat([part for part, _ in pairs if part is not None], dim=-1) if at.need_output else None
 
         def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
