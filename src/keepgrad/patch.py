@@ -332,8 +332,8 @@ class _Run:
 def _layout_of(
     block: Block, count: int, shape: tuple[int, ...] | None, cell: int, grid: tuple[int, ...] | None
 ) -> Layout:
-    if shape is not None and math.prod(shape) == count:
-        return Layout(tuple(shape), 0, cell)
+    if shape is not None and 0 <= count - math.prod(shape) <= MOST_PREFIX:
+        return Layout(tuple(shape), count - math.prod(shape), cell)
     if block.is_text:
         return Layout((count,))
     if grid is not None and math.prod(grid) == count:
@@ -354,10 +354,10 @@ MOST_PREFIX = 16
 
 def _like(grid: tuple[int, ...] | None, count: int) -> tuple[int, ...] | None:
     """Height and width of `count` patches with the aspect of `grid` (patches were left out), a square if that is not
-    known; None if there are none."""
-    if grid is not None and len(grid) == 1:
+    known; None if there are none, or if they are of clips."""
+    if grid is not None and len(grid) != 2:
         return None
-    height, width = (1, 1) if grid is None or len(grid) != 2 else grid
+    height, width = (1, 1) if grid is None else grid
     scale = (count / (height * width)) ** 0.5
     tall, wide = round(height * scale), round(width * scale)
     return (tall, wide) if tall * wide == count else None

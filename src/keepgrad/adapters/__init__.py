@@ -10,7 +10,7 @@ imported to know its classes. Three tiers:
 """
 
 # The families register their adapters.
-from . import timm, timm_vit, timm_windows, torch_nn, torchvision, transformers, transformers_text  # noqa: F401
+from . import timm, timm_vit, timm_windows, torch_nn, torchvision, transformers, transformers_text, video  # noqa: F401
 from .find import Block, find_blocks
 from .items import Attention, LinearOf, Scale, Unsupported
 from .registry import Adapter, RunBranch, adapts

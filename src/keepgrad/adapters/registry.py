@@ -39,6 +39,8 @@ class Adapter:
     """
 
     tier = 1
+    has_frames = False
+    """True if the blocks are for clips, and their forward gives shapes `(frames, height, width)` to `run`."""
 
     def modules(self, m: Any) -> Sequence[nn.Module]:
         """The modules that get a forward of keepgrad's: the block, unless its branches are modules of their own."""
