@@ -7,8 +7,9 @@ one of them is picked:
   the order are neighbours in the image: runs of 2 are pairs, of 4 are 2x2 tiles, of 8 are 2x4 tiles. Whether bands are
   of rows or of columns and where the runs begin is random, and so is which member is picked, the same in every group.
   Pairs alternate, which makes the paper's checkerboard `(row + col) % 2 == phase` where they tile the map.
-  In a clip, tiles may span frames too (see `walks`), and alternating pairs make the checkerboard
-  `(frame + row + col) % 2 == phase`.
+  In a clip runs span two frames (see `walks`): pairs 2x1x1, then 2x2x1 and 2x2x2 tiles, frames x rows x columns.
+  Alternating pairs make the checkerboard `(frame + row + col) % 2 == phase` over space and time. Of larger groups the
+  picked member moves on by one from two frames to the next: a pattern that all frames share says less.
 - `random`: a random order; the first member of each run is picked.
 - `block`: the kept positions are one contiguous piece of the grid order, beginning anywhere.
 - `frame`: whole frames of a clip. Groups are runs of frames, of which one is picked, the same in every run, at random.
@@ -41,7 +42,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import InputError, MapTooSmallError
-from .walks import tube_for, walks, whole_frames
+from .walks import tube_of, walks, whole_frames
 
 __all__ = [
     *("CLIP_MASKS", "IMAGE_MASKS", "MASKS", "REDUCTIONS", "Kept", "Layout"),
@@ -344,7 +345,7 @@ def _tables(
     starts, apart = index * count // slots, None
     orders: tuple[Tensor, ...] = ()
     if mask in ("grid", "block"):
-        orders = walks(shape, tube_for(count // slots, frames), device)
+        orders = walks(shape, device)
     if mask == "frame":
         orders = (rank,)
         apart, starts = whole_frames(shape, slots // (height * width), device)
@@ -423,18 +424,21 @@ def _grouping(seed: int | Tensor, tables: _Tables, shape: tuple[int, int, int], 
     if mask == "frame":
         shift = 0 if one_size else shift % frames * area
     elif one_size:
-        step = math.prod(tube_for(count // len(starts), frames))
-        shift = shift // step * step
+        column = math.prod(tube_of(frames))
+        shift = shift // column * column
     order = _rolled(order, shift)
     if tables.apart is not None:
         order = order.index_select(0, tables.apart)
     if mask == "block":
         return order, order.index_select(0, starts)
     member = phase % sizes
-    if mask == "grid" and count // len(starts) <= 2:  # pairs alternate
+    pairs = count // len(starts) <= 2
+    if mask == "grid" and (pairs or frames > 1):
         first = order.index_select(0, starts)
-        alternate = first // area + first // width % height + first % width
-        member = torch.where(sizes == 2, (phase + alternate) % 2, member)
+        member = (phase + first // area // tube_of(frames)[0]) % sizes
+        if pairs:  # they alternate
+            alternate = first // area + first // width % height + first % width
+            member = torch.where(sizes == 2, (phase + alternate) % 2, member)
     return order, order.index_select(0, starts + member)
 
 

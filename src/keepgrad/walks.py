@@ -5,11 +5,12 @@ frames come first, then rows. So how many frames and rows a tube has says which 
 
 | tube (frames, rows) | runs of 2 | runs of 4 | runs of 8 |
 | ---                 | ---       | ---       | ---       |
+| (2, 2)              | 2x1x1     | 2x2x1     | 2x2x2     |
 | (1, 2)              | 1x2x1     | 1x2x2     | 1x2x4     |
 | (2, 1)              | 2x1x1     | 2x1x2     | 2x1x4     |
-| (2, 2)              | 2x1x1     | 2x2x1     | 2x2x2     |
 
-An image is one frame, so there all tubes of two rows are the same. Shapes are `(frames, height, width)`.
+In an image, which is one frame, they are 2x1, 2x2 and 2x4. The tube is the one that agreed best with exact gradients
+(docs/video.md). Shapes are `(frames, height, width)`.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["TUBES", "tube_for", "walks", "whole_frames"]
+__all__ = ["TUBE", "tube_of", "walks", "whole_frames"]
 
 Shape = tuple[int, int, int]
 
-TUBES: dict[int, tuple[int, int]] = {1: (1, 2), 4: (1, 2), 8: (2, 2)}
-"""For clips: the tube of a walk by the size of the groups that it is cut into, or the next smaller size in the table.
-"""
+TUBE = (2, 2)
+"""How many frames and rows a tube has."""
 
 
-def tube_for(group: int, frames: int) -> tuple[int, int]:
-    """How many frames and rows a tube has, for groups of so many positions."""
-    return (1, 2) if frames == 1 else TUBES[max(size for size in TUBES if size <= max(group, 1))]
+def tube_of(frames: int) -> tuple[int, int]:
+    """The tube in a clip of so many frames."""
+    return min(TUBE[0], frames), TUBE[1]
 
 
-def walks(shape: Shape, tube: tuple[int, int], device: torch.device | None) -> tuple[Tensor, Tensor]:
+def walks(shape: Shape, device: torch.device | None) -> tuple[Tensor, Tensor]:
     """The positions in the order of two walks: along the rows, and along the columns."""
-    _, height, width = shape
-    place = torch.arange(shape[0] * height * width, device=device)
+    frames, height, width = shape
+    place = torch.arange(frames * height * width, device=device)
     frame, row, col = place // (height * width), place // width % height, place % width
+    tube = tube_of(frames)
     return _walk(frame, row, col, height, width, tube), _walk(frame, col, row, width, height, tube)
 
 
