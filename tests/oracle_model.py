@@ -74,7 +74,7 @@ class _Run:
 
     def form(self, value: Tensor) -> str:
         """The form of a value inside of the branch."""
-        return self.spec.form if value.dim() == 4 or self.spec.form == "lnc" else "nlc"
+        return self.spec.form if value.dim() > 3 or self.spec.form == "lnc" else "nlc"
 
 
 JOINT = ("qkv", "query_key_value", "self_attention", "self_attn", "c_attn")
@@ -83,7 +83,7 @@ JOINT = ("qkv", "query_key_value", "self_attention", "self_attn", "c_attn")
 FORMS = {
     "nlc": (lambda x: x, lambda rows, shape: rows),
     "lnc": (lambda x: x.transpose(0, 1), lambda rows, shape: rows.transpose(0, 1)),
-    "nhwc": (lambda x: x.flatten(1, 2), lambda rows, shape: rows.unflatten(1, shape[1:3])),
+    "nhwc": (lambda x: x.flatten(1, -2), lambda rows, shape: rows.unflatten(1, shape[1:-1])),  # of clips: "nthwc"
     "nchw": (lambda x: x.flatten(2).mT, lambda rows, shape: rows.mT.unflatten(2, shape[2:])),
     # Windows and the positions in each: as samples and positions, or both as positions, window by window or not.
     "windows": (lambda x: x.flatten(0, 1), lambda rows, shape: rows.unflatten(0, shape[:2])),

@@ -9,7 +9,7 @@ from timm.layers import GluMlp, RmsNorm, SwiGLU
 import keepgrad
 from keepgrad import Layout
 from keepgrad.ops.oracle import Piece, attend, reduced_branch
-from keepgrad.sampling import MASKS, REDUCTIONS
+from keepgrad.sampling import IMAGE_MASKS, REDUCTIONS
 
 SEED = 11
 
@@ -107,7 +107,7 @@ def check_vit(model, ratios, mask="grid", reduce="fold", method="qkv", save="hea
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", IMAGE_MASKS)
 @pytest.mark.parametrize("save", ["heavy", "input"])
 def test_vit_equals_the_oracle(mask, reduce, save):
     check_vit(vit(), (0.5, 0.25), mask, reduce, save=save)
@@ -188,7 +188,7 @@ def oracle_convnext(model, x, ratio, mask, reduce, save, downsample):
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", IMAGE_MASKS)
 @pytest.mark.parametrize("save", ["heavy", "input"])
 @pytest.mark.parametrize(("conv_mlp", "downsample"), [(False, False), (True, True)])
 def test_convnext_equals_the_oracle(mask, reduce, save, conv_mlp, downsample):

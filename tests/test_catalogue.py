@@ -42,6 +42,7 @@ WHOLE_MODELS_WITH_MORE = {
     "torchvision:maxvit_t",  # its convolutions with batch norm are most of it, and not keepgrad's
     "cait_xxs24_224",  # talking heads keep whole attention matrices
     "mixer_s32_224",  # the token MLPs are most of it
+    "torchvision:mvit_v2_s",  # attention that pools positions is most of it
     "torch:TransformerEncoderLayer",  # norms behind the residual are on the trunk
     "xcit_tiny_12_p16_224",  # the MLPs alone are reduced
 }

@@ -26,7 +26,7 @@ def test_train_without_data_trains_digits_with_and_without(tmp_path):
 def test_errors_are_one_line_with_exit_code_two():
     done = keepgrad("train", "--epochs", "0")
     assert done.returncode == 2
-    assert done.stderr == "keepgrad train: epochs=0: give a whole number from 1 to 1000000000\n"
+    assert done.stderr == "keepgrad train: epochs='0': give a whole number from 1 to 1000000000\n"
 
 
 @pytest.mark.parametrize("args", [(), ("fly",)])

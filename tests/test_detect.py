@@ -269,10 +269,10 @@ def test_what_cannot_be_used_is_left_out_and_said(shapes, tmp_path):
     path.write_text(json.dumps(whole))
     source = CocoFolder(images, path, training=True)
     said = {p.what: p.reason for p in source.problems}
-    assert said.keys() == {*(f"annotation {number}" for number in bad), "image 99 (gone.png)"}
+    assert said.keys() == {*(f"annotation {number}" for number in bad), "image 99 ('gone.png')"}
     assert "has no area" in said["annotation 9001"]
     assert "there is no category 77" in said["annotation 9002"]
-    assert "gone.png" in said["image 99 (gone.png)"]
+    assert "gone.png" in said["image 99 ('gone.png')"]
     kept = {a["id"] for own in source.annotations.values() for a in own}
     assert not kept & {*bad, 9100}
     assert "and 4 more" in source.summary()

@@ -19,7 +19,7 @@ from keepgrad import (
     NotAppliedError,
 )
 from keepgrad.memory import peak_bytes
-from keepgrad.sampling import MASKS, Layout
+from keepgrad.sampling import IMAGE_MASKS, Layout
 
 NOISY = {"proj_drop_rate": 0.3, "attn_drop_rate": 0.2, "drop_path_rate": 0.4, "pos_drop_rate": 0.1, "drop_rate": 0.1}
 FORMS = {
@@ -77,7 +77,7 @@ def test_training_forward_is_the_models_own_and_ratio_one_is_autograd(form, save
         assert any(not torch.allclose(found[name], wanted[name]) for name in found)
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", IMAGE_MASKS)
 @pytest.mark.parametrize("method", ["qkv", "query", "head", "off"])
 def test_forward_is_exact_for_every_mask_and_method(mask, method):
     model = vit(**NOISY)

@@ -6,7 +6,7 @@ from conftest import draw, groups_of
 
 from keepgrad import InputError, Layout, kept_indices
 from keepgrad.ops.oracle import matrices
-from keepgrad.sampling import MASKS, REDUCTIONS, slot_count
+from keepgrad.sampling import IMAGE_MASKS, MASKS, REDUCTIONS, slot_count
 
 GRIDS = [
     *(
@@ -25,9 +25,14 @@ GRIDS = [
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("ratio", [0.125, 0.25, 0.3, 0.5, 0.75, 0.9])
 def test_groups_split_all_positions_and_one_of_each_is_picked(mask, grid, ratio):
-    if math.prod(grid.shape) < round(1 / ratio):
+    frames = grid.shape[0] if mask == "frame" and len(grid.shape) == 3 else 0
+    if (frames or math.prod(grid.shape)) < round(1 / ratio):
         pytest.skip("smaller than a group")
+    if mask == "frame" and not frames:
+        pytest.skip("no clip")
     slots = slot_count(math.prod(grid.shape), ratio)
+    if frames:
+        slots = slot_count(frames, ratio) * math.prod(grid.shape[1:])
     for seed in range(5):
         kept = draw(seed, grid, ratio, mask, "fold")
         if kept is None:
@@ -42,7 +47,7 @@ def test_groups_split_all_positions_and_one_of_each_is_picked(mask, grid, ratio)
         assert kept.picked[: grid.prefix].tolist() == list(range(grid.prefix))
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", IMAGE_MASKS)
 @pytest.mark.parametrize("ratio", [0.25, 0.3, 0.5, 0.75])
 def test_every_position_is_kept_equally_often(mask, ratio):
     grid, draws = Layout((4, 6)), 4000
@@ -116,7 +121,7 @@ def test_gather_and_give_back_equal_their_matrices(reduce, ratio):
     torch.testing.assert_close(torch.zeros(kept.slots).double() if bias is None else bias, dense.size.log(), **tight)
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", IMAGE_MASKS)
 def test_a_cell_kept_at_the_coarse_stage_is_kept_at_the_fine_one(mask):
     coarse = set(draw(5, Layout((4, 6)), 0.5, mask, "drop").picked.tolist())
     fine = draw(5, Layout((8, 12), cell=2), 0.5, mask, "drop").picked.tolist()

@@ -24,13 +24,12 @@ from families.transformers import (  # noqa: E402  (what they need may not be th
     SIZES,
     SWIN,
     TEXT,
-    VIDEO,
     VIT,
-    clips,
     model,
     words,
 )
 from families.transformers_text import GEMMA, GPT2, LLAMA  # noqa: E402
+from families.video import TUBES, VIDEOMAE, clips  # noqa: E402
 
 
 def made(name: str, attention: str | None = None, **options) -> nn.Module:
@@ -180,7 +179,8 @@ LAYOUTS = {
     "DeiTForImageClassification": (VIT, PIXELS, {Layout((4, 4), 2)}),
     "ViTMAEModel": (VIT, PIXELS, {Layout((2, 2), 1)}),
     "IJepaModel": (VIT, PIXELS, {Layout((4, 4))}),
-    "VideoMAEModel": (VIDEO, {"pixel_values": clips(torch.float32)}, {Layout((2, 4, 4))}),
+    "VideoMAEModel": (VIDEOMAE, {"pixel_values": clips(4, 32, torch.float32)}, {Layout((2, 4, 4))}),
+    "VivitModel": (TUBES, {"pixel_values": clips(4, 32, torch.float32)}, {Layout((2, 4, 4), 1)}),
     "ASTModel": (
         {**SIZES, "patch_size": 8, "max_length": 32, "num_mel_bins": 24, "time_stride": 6, "frequency_stride": 6},
         {"input_values": torch.randn(2, 32, 24)},

@@ -75,6 +75,9 @@ def _filled(tensor: Tensor) -> Tensor:
 SMALL_LLAMA = "hidden_size=1024 intermediate_size=2816 num_hidden_layers=4 num_key_value_heads=8"
 """Language models are too large by default to be measured everywhere."""
 
+SMALL_VJEPA = "frames_per_clip=16 crop_size=224 hidden_size=384 num_attention_heads=6 num_hidden_layers=6"
+"""By default it is given 64 frames."""
+
 EXAMPLES = (
     Example("ViT, DeiT", "vit_small_patch16_224", ("vision_transformer", "deit")),
     Example("EVA-02", "eva02_small_patch14_224", ("eva",)),
@@ -95,6 +98,8 @@ EXAMPLES = (
     Example("Swin", "torchvision:swin_t"),
     Example("Swin V2", "torchvision:swin_v2_t"),
     Example("MaxVit", "torchvision:maxvit_t"),
+    Example("Swin3D", "torchvision:swin3d_t"),
+    Example("MViT", "torchvision:mvit_v2_s"),
     Example("ViT, DeiT", "transformers:ViTModel"),
     Example("BEiT", "transformers:BeitModel"),
     Example("DINOv2", "transformers:Dinov2Model"),
@@ -102,6 +107,9 @@ EXAMPLES = (
     Example("CLIP, vision", "transformers:CLIPVisionModel"),
     Example("CLIP, text", "transformers:CLIPTextModel"),
     Example("SigLIP, vision", "transformers:SiglipVisionModel"),
+    Example("VideoMAE", "transformers:VideoMAEModel"),
+    Example("ViViT", "transformers:VivitModel num_frames=16"),
+    Example("V-JEPA 2", f"transformers:VJEPA2Model {SMALL_VJEPA} pred_num_hidden_layers=2"),
     Example("Llama", f"transformers:LlamaModel {SMALL_LLAMA}"),
     Example("Mistral", f"transformers:MistralModel {SMALL_LLAMA}"),
     Example("Qwen 3", f"transformers:Qwen3Model {SMALL_LLAMA}"),

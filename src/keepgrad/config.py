@@ -54,7 +54,7 @@ class KeepConfig:
         keep_ratio: the share of positions whose gradient is kept, in (0, 1]: a number; one for each of
             `{"attention": ..., "mlp": ...}` (a branch left out keeps everything); a list with one per chosen block,
             in the order of the blocks; or a function of the number of a chosen block and how many there are.
-        mask: which positions: "grid", "random" or "block".
+        mask: which positions: "grid", "random", "block", or for models of clips "frame", whole frames.
         reduce: what becomes of the rest: "drop", "scaled", "fold" (the default) or "pool".
         schedule: "uniform"; the ratio "increasing" or "decreasing" over the blocks around the same mean; or "careful",
             which keeps everything where reducing hurts most: the coarsest stage, or the first block of a transformer.

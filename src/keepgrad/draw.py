@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ._torch import is_fake, tree_leaves
-from .errors import MapTooSmallError
+from .errors import InputError
 from .ops.store import dither
 from .padding import real_positions, sample_padded
 from .plan import Site
@@ -139,8 +139,8 @@ class Shared:
             tables = None if torch.compiler.is_compiling() else self.tables
             try:
                 draw.kept[key] = sample(draw.step_seed, *key, tables)
-            except MapTooSmallError as error:
-                raise MapTooSmallError(f"{site.name} ({site.kind}): {error}") from None
+            except InputError as error:
+                raise type(error)(f"{site.name} ({site.kind}): {error}") from None
         return draw.kept[key]
 
     def _kept_of_padded(self, draw: Draw, site: Site, x: Tensor, layout: Layout, mask: Tensor) -> Kept | None:

@@ -30,6 +30,9 @@ __all__ = [
 LONGEST = 512
 """How many tokens a text has by default, where the model takes more."""
 
+FRAMES = 16
+"""How many frames a clip has, where the model does not say."""
+
 
 LARGEST = 8192
 """Pixels a side of the largest images: one of them is 800 MB in float32, and a slip of the finger is more."""
@@ -181,6 +184,14 @@ def _transformers(name: str, **options: Any) -> nn.Module:
     return transformers.AutoModel.from_config(config) if chosen is None else chosen(config)
 
 
+def frames_of(model: nn.Module) -> int | None:
+    """How many frames the clips have that a video model is given; None for other models."""
+    if not any(isinstance(module, nn.Conv3d) for module in model.modules()):
+        return None
+    config = getattr(model, "config", None)
+    return getattr(config, "num_frames", getattr(config, "frames_per_clip", FRAMES))
+
+
 def size_of(model: Any, given: int | None) -> tuple[int, int, int]:
     """Channels, height and width of an image model's input; `given` pixels a side, where it takes other sizes."""
     if hasattr(model, "pretrained_cfg"):
@@ -189,7 +200,8 @@ def size_of(model: Any, given: int | None) -> tuple[int, int, int]:
         config = getattr(model, "config", None)
         part = getattr(config, "vision_config", config)
         channels = getattr(part, "num_channels", 3)
-        side: Any = getattr(part, "image_size", None) or getattr(model, "image_size", 224)
+        own = getattr(part, "image_size", None) or getattr(part, "crop_size", None)  # V-JEPA calls it so
+        side: Any = own or getattr(model, "image_size", 224)
         height, width = (side, side) if isinstance(side, int) else side
     return (channels, height, width) if given is None else (channels, given, given)
 
@@ -222,8 +234,8 @@ def check_takes(model: nn.Module, shape: tuple[int, int, int]) -> None:
 
 
 def batch_for(model: Any, batch: int, size: int | None = None, length: int | None = None) -> Any:
-    """What a training step of the model is given, without data: the shape of images, or the arguments of transformers'
-    models.
+    """What a training step of the model is given, without data: the shape of images or clips, or the arguments of
+    transformers' models.
 
     Args:
         model: the model.
@@ -232,8 +244,12 @@ def batch_for(model: Any, batch: int, size: int | None = None, length: int | Non
         length: tokens a text.
     """
     config = getattr(model, "config", None)
+    frames = frames_of(model)
     if not hasattr(model, "main_input_name") or config is None:
-        return (batch, *size_of(model, size))
+        channels, *sides = size_of(model, size)
+        return (batch, channels, *sides) if frames is None else (batch, channels, frames, *sides)
+    if frames is not None and model.main_input_name in ("pixel_values", "pixel_values_videos"):
+        return {model.main_input_name: torch.empty(batch, frames, *size_of(model, size), device="meta")}
     given: dict[str, Tensor] = {}
     text = getattr(config, "text_config", config)
     if model.main_input_name == "input_ids" or hasattr(config, "text_config"):

@@ -254,6 +254,8 @@ class _RootForward(_Patch):
             with self._rest(args, kwargs):
                 out = self.own(*args, **kwargs)
             finished = True
+            if self.shared.waiting and has_compiled_parts(self.module):
+                self.shared.waiting = {}  # compiled blocks do not say that they ran
             return out
         except Exception as error:
             explain(error, args, kwargs)
@@ -420,8 +422,8 @@ class _Run:
 def _layout_of(
     block: Block, count: int, shape: tuple[int, ...] | None, cell: int, grid: tuple[int, ...] | None
 ) -> Layout:
-    if shape is not None and math.prod(shape) == count:
-        return Layout(tuple(shape), 0, cell)
+    if shape is not None and 0 <= count - math.prod(shape) <= MOST_PREFIX:
+        return Layout(tuple(shape), count - math.prod(shape), cell)
     if block.is_text:
         return Layout((count,))
     if grid is not None and math.prod(grid) == count:
@@ -442,10 +444,10 @@ MOST_PREFIX = 16
 
 def _like(grid: tuple[int, ...] | None, count: int) -> tuple[int, ...] | None:
     """Height and width of `count` patches with the aspect of `grid` (patches were left out), a square if that is not
-    known; None if there are none."""
-    if grid is not None and len(grid) == 1:
+    known; None if there are none, or if they are of clips."""
+    if grid is not None and len(grid) != 2:
         return None
-    height, width = (1, 1) if grid is None or len(grid) != 2 else grid
+    height, width = (1, 1) if grid is None else grid
     scale = (count / (height * width)) ** 0.5
     tall, wide = round(height * scale), round(width * scale)
     return (tall, wide) if tall * wide == count else None

@@ -10,9 +10,11 @@ from typing import Any
 from torch import nn
 
 from .adapters import Block, Unsupported, find_blocks
+from .adapters.program import Program
 from .config import KeepConfig, Settings, check_number
 from .errors import ConfigError, InputError, NoSiteError
 from .report import aligned
+from .sampling import CLIP_MASKS
 from .saving import saving
 from .schedule import careful, choose, paper_layers, ratios
 
@@ -109,11 +111,13 @@ def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Bl
             "modules={'mlp': MyMlp}, or a whole block with @keepgrad.adapts"
         )
     _check_used(settings, kinds, type(model).__name__)
+    _check_method(settings, found, type(model).__name__)
     kinds -= {kind for kind, on in _switches(settings).items() if not on}
     if not kinds:
         raise ConfigError("attention='off' and mlp=False leave no branch to reduce; turn one of them on")
 
     chosen = _chosen(found, settings)
+    _check_frames(settings, chosen, type(model).__name__)
     ratio_of = {
         False: _ratios(settings, kinds, found, chosen),
         True: _ratios(of_text, kinds, found, chosen),
@@ -176,6 +180,25 @@ def _check_used(settings: Settings, kinds: set[str], model: str) -> None:
     for kind, is_asked in asked.items():
         if is_asked and kind not in kinds:
             raise ConfigError(f"{model} has no {kind} branch to set; leave that option out")
+
+
+def _check_method(settings: Settings, found: list[Block], model: str) -> None:
+    """A way to reduce attention is an error where only the projections before it are reduced."""
+    programs = [p for block in found for kind, p in block.programs.items() if kind == "attention"]
+    ready = [program for program in programs if isinstance(program, Program)]
+    asked = "attention" in settings.given and settings.attention != "off"
+    if asked and ready and not any(program.has_attention for program in ready):
+        raise ConfigError(f"{model} has no attention to reduce by {settings.attention!r}; leave that option out")
+
+
+def _check_frames(settings: Settings, chosen: list[Block], model: str) -> None:
+    """A mask for clips is an error where there are none."""
+    still = [block.name for block in chosen if not block.has_frames]
+    if settings.mask in CLIP_MASKS and still:
+        raise ConfigError(
+            f"mask={settings.mask!r} keeps whole frames of clips, but {still[0] or 'the model'} of {model} has no "
+            "frames; use mask='grid', or choose the blocks of a video model with layers=..."
+        )
 
 
 def _chosen(found: list[Block], settings: Settings) -> list[Block]:

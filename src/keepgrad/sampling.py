@@ -7,8 +7,12 @@ one of them is picked:
   the order are neighbours in the image: runs of 2 are pairs, of 4 are 2x2 tiles, of 8 are 2x4 tiles. Whether bands are
   of rows or of columns and where the runs begin is random, and so is which member is picked, the same in every group.
   Pairs alternate, which makes the paper's checkerboard `(row + col) % 2 == phase` where they tile the map.
+  In a clip runs span two frames (see `walks`): pairs 2x1x1, then 2x2x1 and 2x2x2 tiles, frames x rows x columns.
+  Alternating pairs make the checkerboard `(frame + row + col) % 2 == phase` over space and time. Of larger groups the
+  picked member moves on by one from two frames to the next: a pattern that all frames share says less.
 - `random`: a random order; the first member of each run is picked.
 - `block`: the kept positions are one contiguous piece of the grid order, beginning anywhere.
+- `frame`: whole frames of a clip. Groups are runs of frames, of which one is picked, the same in every run, at random.
 
 `reduce` says what of the others. With groups of m (for scaled: of the mean size):
 
@@ -38,10 +42,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import InputError, MapTooSmallError
+from .walks import tube_of, walks, whole_frames
 
-__all__ = ["MASKS", "REDUCTIONS", "Kept", "Layout", "as_tensor", "hashed", "kept_indices", "sample", "slot_count"]
+__all__ = [
+    *("CLIP_MASKS", "IMAGE_MASKS", "MASKS", "REDUCTIONS", "Kept", "Layout"),
+    *("as_tensor", "hashed", "kept_indices", "sample", "slot_count"),
+]
 
-MASKS = ("grid", "random", "block")
+IMAGE_MASKS = ("grid", "random", "block")
+"""Masks for positions of any kind."""
+CLIP_MASKS = ("frame",)
+"""Masks for clips alone."""
+MASKS = (*IMAGE_MASKS, *CLIP_MASKS)
 REDUCTIONS = ("drop", "scaled", "fold", "pool")
 
 
@@ -260,9 +272,15 @@ def sample(
 
     Raises:
         MapTooSmallError: if the feature map is smaller than one group.
+        InputError: if a mask of frames is asked for, and there are none.
     """
     if isinstance(step_seed, Tensor):
         device = step_seed.device
+    if mask in CLIP_MASKS and len(layout.shape) < 3:
+        raise InputError(
+            f"mask={mask!r} keeps whole frames, but these positions are {'x'.join(map(str, layout.shape))}, without "
+            "frames; use mask='grid', or leave this layer out with layers=..."
+        )
     forgets = reduce in ("drop", "scaled")
     cell, (height, width) = layout.cell, layout.tall_and_wide
     frames = math.prod(layout.shape[:-2])
@@ -271,12 +289,14 @@ def sample(
     height, width = height // cell, width // cell
     count = frames * height * width
     group = int(min(1 / keep_ratio, 2.0**62) + 0.5)
-    if count < group:
+    of_frames = mask == "frame"
+    if (frames if of_frames else count) < group:
+        what, has = ("frames", frames) if of_frames else ("positions", f"{height}x{width}")
         raise MapTooSmallError(
-            f"the mask keeps 1 of every {group} positions, but the feature map has only {height}x{width}; "
+            f"the mask keeps 1 of every {group} {what}, but the feature map has only {has}; "
             "use a larger input, a larger keep_ratio, or leave this layer out with layers=..."
         )
-    slots = slot_count(count, keep_ratio)
+    slots = slot_count(frames, keep_ratio) * height * width if of_frames else slot_count(count, keep_ratio)
     if slots >= count:
         return None
     key = (batch, layout, slots, mask, forgets, device)
@@ -308,7 +328,8 @@ class _Tables(NamedTuple):
     """What is the same in every draw of a feature map.
 
     The first four are of the map alone, without the prefix: the ways in which the positions may be ordered, where each
-    group starts in an order, how many members it has, and for `block` how the order is taken apart afterwards.
+    group starts in an order, how many members it has, and for `block` and `frame` how the order is taken apart
+    afterwards.
     The others are for all positions: the prefix, the numbers of the samples as a column, the slot of each place in the
     order, where groups start in that of all samples, and the sizes.
     """
@@ -333,10 +354,11 @@ def _tables(
     index = torch.arange(slots, device=device)
     starts, apart = index * count // slots, None
     orders: tuple[Tensor, ...] = ()
-    if mask != "random":
-        frame, row, col = rank // (height * width), rank // width % height, rank % width
-        curves = (_bands(row, col, width), _bands(col, row, height))
-        orders = tuple((frame * 2 * count + curve).argsort() for curve in curves)
+    if mask in ("grid", "block"):
+        orders = walks(shape, device)
+    if mask == "frame":
+        orders = (rank,)
+        apart, starts = whole_frames(shape, slots // (height * width), device)
     if mask == "block":
         # Member j of group i is the (i + j * slots)-th position of the turned order.
         apart = (rank % slots * count + rank // slots).argsort()
@@ -391,12 +413,10 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def _grouping(seed: int | Tensor, tables: _Tables, shape: tuple[int, int, int], mask: str) -> tuple[Tensor, Tensor]:
-    """The order of the positions, in which groups follow one another, and the picked position of each group.
-
-    Frames follow one another, so groups are neighbours within a frame.
-    """
+    """The order of the positions, in which groups follow one another, and the picked position of each group."""
     starts, sizes = tables.starts, tables.sizes
-    count, width = math.prod(shape), shape[-1]
+    frames, height, width = shape
+    area, count = height * width, math.prod(shape)
     if mask == "random":
         order = hashed(as_tensor(seed, starts.device), 1, count).argsort()
         return order, order.index_select(0, starts)
@@ -404,23 +424,31 @@ def _grouping(seed: int | Tensor, tables: _Tables, shape: tuple[int, int, int], 
     shift: Any
     if isinstance(seed, Tensor):
         phase, shift, turned = hashed(seed, 2, 3)
-        by_rows, by_columns = tables.orders
-        order = torch.where(turned % 2 == 0, by_rows, by_columns)
+        order = torch.where(turned % 2 == 0, tables.orders[0], tables.orders[-1])
     else:
         phase, shift, way = _hashed_numbers(seed, 2, 3)
-        order = tables.orders[way % 2]
+        order = tables.orders[way % len(tables.orders)]
     # Groups of two sizes begin anywhere, so that every position is as likely to be in a large group. Groups of one
-    # size begin at the end of a band, so that they stay tiles.
-    one_size = mask == "grid" and count % len(starts) == 0
-    order = _rolled(order, shift // 2 * 2 if one_size else shift)
+    # size begin at the end of a tube, so that they stay tiles, and frames are never grouped over the ends of a clip.
+    one_size = mask != "block" and count % len(starts) == 0
+    if mask == "frame":
+        shift = 0 if one_size else shift % frames * area
+    elif one_size:
+        column = math.prod(tube_of(frames))
+        shift = shift // column * column
+    order = _rolled(order, shift)
     if tables.apart is not None:
         order = order.index_select(0, tables.apart)
+    if mask == "block":
         return order, order.index_select(0, starts)
     member = phase % sizes
-    if count // len(starts) <= 2:  # pairs alternate
+    pairs = count // len(starts) <= 2
+    if mask == "grid" and (pairs or frames > 1):
         first = order.index_select(0, starts)
-        alternate = first // width + first % width
-        member = torch.where(sizes == 2, (phase + alternate) % 2, member)
+        member = (phase + first // area // tube_of(frames)[0]) % sizes
+        if pairs:  # they alternate
+            alternate = first // area + first // width % height + first % width
+            member = torch.where(sizes == 2, (phase + alternate) % 2, member)
     return order, order.index_select(0, starts + member)
 
 
@@ -441,13 +469,6 @@ def _hashed_numbers(seed: int, salt: int, count: int) -> list[int]:
 
     start = seed + (salt << 32) * _STRIDE
     return [mix(mix((start + i * _STRIDE) % 2**64)) % 2**62 for i in range(count)]
-
-
-def _bands(row: Tensor, col: Tensor, width: int) -> Tensor:
-    """The place of each position in bands of two rows, column by column, every other band backwards."""
-    band = row // 2
-    along = torch.where(band % 2 == 0, col, width - 1 - col)
-    return band * 2 * width + along * 2 + row % 2
 
 
 def _enlarge(picked: Tensor, width: int, cell: int) -> Tensor:

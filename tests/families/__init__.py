@@ -9,5 +9,9 @@ from .torch_nn import FAMILIES as TORCH_NN
 from .torchvision import FAMILIES as TORCHVISION
 from .transformers import FAMILIES as TRANSFORMERS
 from .transformers_text import FAMILIES as TRANSFORMERS_TEXT
+from .video import FAMILIES as VIDEO
 
-FAMILIES = {**TIMM, **TIMM_VIT, **TIMM_WINDOWS, **TORCH_NN, **TORCHVISION, **TRANSFORMERS, **TRANSFORMERS_TEXT}
+FAMILIES = {
+    **{**TIMM, **TIMM_VIT, **TIMM_WINDOWS, **TORCH_NN, **TORCHVISION},
+    **{**TRANSFORMERS, **TRANSFORMERS_TEXT, **VIDEO},
+}

@@ -52,7 +52,6 @@ NORMS, NEW = "layernorm_before layernorm_after", ("attention.q_proj", "attention
 OLD = ("attention.attention.query", "attention.output.dense")
 VIT_LAYER = layer(tokens(4, 1), NORMS, NEW, "dropout dropout", "mlp.fc2")
 BEIT_LAYER = layer(tokens(4, 1), NORMS, NEW, "drop_path drop_path", "mlp.fc2")
-VIDEO_LAYER = layer(Layout((2, 4, 4)), NORMS, OLD, "attention.output.dropout output.dropout", "output.dense")
 DATA2VEC_LAYER = layer(tokens(4, 1), NORMS, OLD, "drop_path drop_path", "output.dense")
 
 
@@ -89,11 +88,6 @@ def words_and_images(dtype: torch.dtype) -> dict[str, Tensor]:
     return {**words(dtype), "pixel_values": images(32, dtype)}
 
 
-def clips(dtype: torch.dtype) -> Tensor:
-    """Two of four frames each."""
-    return images(32, dtype, batch=8).unflatten(0, (2, 4))
-
-
 def both(out) -> Tensor:
     return torch.cat([out.text_embeds, out.image_embeds])
 
@@ -110,7 +104,6 @@ def convnext_layer(norm: str, last: str) -> dict[str, Branch]:
     return {"mlp": Branch(norm, "drop_path", of_map, "nhwc", exit_form="nchw", last=(last,))}
 
 
-VIDEO = {**SIZES, "image_size": 32, "patch_size": 8, "num_frames": 4, "tubelet_size": 2}
 TEXT = {**SIZES, "vocab_size": 40, "max_position_embeddings": 16, "eos_token_id": 39, "bos_token_id": 1}
 BEIT = {**VIT, "use_relative_position_bias": True, "layer_scale_init_value": 0.5, "drop_path_rate": 0.0}
 SWIN = {
@@ -164,9 +157,6 @@ if find_spec("transformers") is not None:
             partial(words, padded="right"),
             {"CLIPEncoderLayer": padded(clip_layer(1), "right")},
             output=hidden,
-        ),
-        "HF VideoMAE": Family(
-            partial(model, "VideoMAEModel", **VIDEO), clips, {"VideoMAELayer": VIDEO_LAYER}, output=hidden
         ),
         "HF SigLIP": of_images("SiglipVisionModel", {"SiglipEncoderLayer": clip_layer(0)}, VIT),
         "HF Swin": of_images("SwinForImageClassification", WINDOWS, SWIN, logits),

@@ -10,7 +10,17 @@ imported to know its classes. Three tiers:
 """
 
 # The families register their adapters.
-from . import peft, timm, timm_vit, timm_windows, torch_nn, torchvision, transformers, transformers_text  # noqa: F401
+from . import (  # noqa: F401
+    peft,
+    timm,
+    timm_vit,
+    timm_windows,
+    torch_nn,
+    torchvision,
+    transformers,
+    transformers_text,
+    video,
+)
 from .find import Block, find_blocks
 from .items import Attention, LinearOf, Scale, Unsupported
 from .registry import Adapter, RunBranch, adapts

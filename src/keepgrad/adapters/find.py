@@ -28,7 +28,7 @@ class Block:
     block, `outer`, has its index. A `trunk` is a row of blocks through which the same features go; `stage` counts its
     resolutions, and `stride` is the resolution relative to the finest. `embed` is the name of
     the layer that makes patches of the images for it, and `prefix` the number of tokens before them, if they are known.
-    `is_text` says that there are no images.
+    `is_text` says that there are no images, `has_frames` that there are clips.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Block:
     embed: str | None = None
     prefix: int | None = None
     is_text: bool = False
+    has_frames: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Programs hold functions; who takes a copy compiles them anew.
@@ -187,6 +188,7 @@ def _set_tokens(model: nn.Module, blocks: list[Block]) -> None:
     embeds = [name for name, m in outside.items() if _makes_patches(m)]
     words = [name for name, m in outside.items() if isinstance(m, nn.Embedding)]
     for block in blocks:
+        block.has_frames = block.adapter.has_frames
         around = block.name
         while around and not block.is_text:
             around = around.rpartition(".")[0]
@@ -196,6 +198,8 @@ def _set_tokens(model: nn.Module, blocks: list[Block]) -> None:
             if block.embed is None:
                 block.embed = next((name for name in embeds if name.startswith(start)), None)
                 block.is_text = block.embed is None and any(name.startswith(start) for name in words)
+        if block.embed is not None and isinstance(modules[block.embed], nn.Conv3d):
+            block.has_frames = True
 
 
 def _prefix(module: nn.Module) -> int | None:

@@ -69,6 +69,7 @@ class Attention:
         scale: the factor of the scores; None for `dim ** -0.5`.
         bias: returns what is added to the scores, `[heads or 1, n, n]`. It gets its gradient.
         rotate_half: how rotary positions pair channels, if the model has them (see `ops.attention.rotate`).
+        turn: a function for rotary positions that are other ones, of the tensors that a call gives as `rope`.
         q_parts, k_parts, biases: more functions inside (see `ops.attention.Core`), each with where to read its tensors.
         gate: a layer on the input whose sigmoid the output is multiplied with.
         gate_norm: a norm of the output before the gate.
@@ -88,6 +89,7 @@ class Attention:
     scale: float | None = None
     bias: Callable[[], Tensor | None] | None = None
     rotate_half: bool = False
+    turn: Part | None = None
     q_parts: Sequence[tuple[Part, Sequence[Ref]]] = ()
     k_parts: Sequence[tuple[Part, Sequence[Ref]]] = ()
     biases: Sequence[tuple[Part, Sequence[Ref]]] = ()

@@ -61,7 +61,7 @@ class Program:
         self,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        rope: tuple[Tensor, Tensor] | None = None,
+        rope: tuple[Tensor, ...] | None = None,
         bias_tensors: Sequence[Tensor] | None = None,
         given: Any = None,
     ) -> Branch:
@@ -116,7 +116,7 @@ class _AttentionSteps:
         self,
         attn_mask: Tensor | None,
         is_causal: bool,
-        rope: tuple[Tensor, Tensor] | None,
+        rope: tuple[Tensor, ...] | None,
         bias_tensors: Sequence[Tensor] | None,
     ) -> BoundAttention:
         given = self.given
@@ -140,7 +140,7 @@ class _AttentionSteps:
             sections=self.sections,
             scale=given.scale,
             causal=is_causal,
-            turn=rotate(given.rotate_half) if has_rope else None,
+            turn=(given.turn or rotate(given.rotate_half)) if has_rope else None,
             q_parts=tuple(part for part, _ in self.q_parts),
             k_parts=tuple(part for part, _ in self.k_parts),
             biases=(*(part for part, _ in given.biases), *[add_dense()] * (has_bias + has_mask)),

@@ -42,6 +42,8 @@ class Adapter:
     gives_rows = True
     """Whether its forward gives `run` what the model itself gives its modules, so that their hooks see the same. Where
     it makes rows of maps it is False, and a branch with hooks inside is left alone."""
+    has_frames = False
+    """True if the blocks are for clips, and their forward gives shapes `(frames, height, width)` to `run`."""
 
     def modules(self, m: Any) -> Sequence[nn.Module]:
         """The modules that get a forward of keepgrad's: the block, unless its branches are modules of their own."""

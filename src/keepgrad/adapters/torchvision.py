@@ -60,7 +60,6 @@ class SwinAttention(Adapter):
             m,
             project=[LinearOf(lambda: m.qkv.weight, lambda: self.qkv_bias(m))],
             heads=m.num_heads,
-            bias=m.get_relative_position_bias,
             dropout=lambda: m.attention_dropout if m.training else 0.0,
             out=[LinearOf(lambda: m.proj.weight, lambda: m.proj.bias), nn.Dropout(m.dropout).train(m.training)],
             layout=tuple(m.window_size),
@@ -73,41 +72,60 @@ class SwinAttention(Adapter):
 
     def scores(self, m: Any) -> dict[str, Any]:
         """What is special about the scores."""
+        return {"bias": m.get_relative_position_bias}
+
+    def window(self, m: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The size of the windows of a map of this shape."""
+        return tuple(m.window_size)
+
+    def options(self, m: Any, size: tuple[int, ...]) -> dict[str, Any]:
+        """What the attention is told besides its mask."""
         return {}
 
     def forward(self, m: Any, run: RunBranch, x: Tensor) -> Tensor:
-        height, width = x.shape[1:3]
-        size = tuple(m.window_size)
-        x = F.pad(x, (0, 0, 0, -width % size[1], 0, -height % size[0]))
-        padded = x.shape[1:3]
-        shift = [0 if window >= side else by for window, side, by in zip(size, padded, m.shift_size, strict=True)]
+        shape = x.shape[1:-1]
+        size, dims = self.window(m, shape), tuple(range(1, x.dim() - 1))
+        missing = [-side % window for side, window in zip(shape, size, strict=True)]
+        x = F.pad(x, (0, 0, *(n for more in reversed(missing) for n in (0, more))))
+        sides = zip(size, x.shape[1:-1], m.shift_size, strict=True)
+        shift = [0 if window >= side else by for window, side, by in sides]
         mask = None
         if any(shift):
-            x = x.roll((-shift[0], -shift[1]), (1, 2))
+            x = x.roll([-by for by in shift], dims)
             mask = _shift_mask(x, size, shift)
         windows = _windows(x, size)
-        out = run("attention", windows.flatten(0, 2).flatten(1, 2), None, size, attn_mask=mask)
-        x = out.view(windows.shape).transpose(2, 3).reshape(x.shape)
+        rows = windows.flatten(0, len(dims)).flatten(1, -2)
+        out = run("attention", rows, None, size, attn_mask=mask, **self.options(m, size))
+        x = _joined(out.view(windows.shape)).view(x.shape)
         if any(shift):
-            x = x.roll(tuple(shift), (1, 2))
-        return x[:, :height, :width].contiguous()
+            x = x.roll(shift, dims)
+        return x[(slice(None), *(slice(side) for side in shape))].contiguous()
 
 
 def _windows(x: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Maps `[batch, height, width, channels]` as `[batch, rows, columns, height, width, channels]`, of windows."""
-    return x.unflatten(2, (-1, size[1])).unflatten(1, (-1, size[0])).transpose(2, 3)
+    """Maps `[batch, *sides, channels]` as `[batch, *windows each way, *size, channels]`."""
+    for dim, side in reversed(list(enumerate(size, 1))):
+        x = x.unflatten(dim, (-1, side))
+    count = 2 * len(size)
+    return x.permute(0, *range(1, count, 2), *range(2, count + 1, 2), count + 1)
+
+
+def _joined(windows: Tensor) -> Tensor:
+    """What `_windows` made of maps, in the order of the maps."""
+    ways = (windows.dim() - 2) // 2
+    pairs = [dim for way in range(1, ways + 1) for dim in (way, way + ways)]
+    return windows.permute(0, *pairs, -1).contiguous()
 
 
 def _shift_mask(x: Tensor, size: tuple[int, ...], shift: list[int]) -> Tensor:
     """What is added to the scores of positions that are neighbours by the shift alone, `[windows, 1, n, n]`."""
-    sides = []
-    for side, window, by in zip(x.shape[1:3], size, shift, strict=True):
+    regions = torch.zeros((), device=x.device)
+    for side, window, by in zip(x.shape[1:-1], size, shift, strict=True):
         region = torch.zeros(side, device=x.device)
         region[-window:] = 1
         region[-by:] = 2
-        sides.append(region)
-    regions = (3 * sides[0].unsqueeze(1) + sides[1])[None, :, :, None]
-    of_windows = _windows(regions, size).reshape(-1, math.prod(size))
+        regions = 3 * regions.unsqueeze(-1) + region
+    of_windows = _windows(regions[None, ..., None], size).reshape(-1, math.prod(size))
     apart = of_windows.unsqueeze(1) != of_windows.unsqueeze(2)
     return (apart.to(x.dtype) * -100.0).unsqueeze(1)
 
@@ -123,7 +141,7 @@ class SwinV2Attention(SwinAttention):
         return torch.cat((q, torch.zeros_like(k), v))
 
     def scores(self, m: Any) -> dict[str, Any]:
-        return cosine(m)
+        return {**super().scores(m), **cosine(m)}
 
 
 @adapts(f"{MODELS}swin_transformer.SwinTransformerBlock")
@@ -136,8 +154,8 @@ class SwinBlock(Adapter):
 
     def forward(self, m: Any, run: RunBranch, x: Tensor) -> Tensor:
         x = x + m.stochastic_depth(m.attn(m.norm1(x)))
-        rows = x.flatten(1, 2)
-        return run("mlp", rows, rows, x.shape[1:3]).view(x.shape)
+        rows = x.flatten(1, -2)
+        return run("mlp", rows, rows, x.shape[1:-1]).view(x.shape)
 
 
 @adapts(f"{MODELS}swin_transformer.SwinTransformerBlockV2")
@@ -152,8 +170,8 @@ class SwinV2Block(Adapter):
 
     def forward(self, m: Any, run: RunBranch, x: Tensor) -> Tensor:
         x = x + m.stochastic_depth(m.norm1(m.attn(x)))
-        rows = x.flatten(1, 2)
-        return run("mlp", rows, rows, x.shape[1:3]).view(x.shape)
+        rows = x.flatten(1, -2)
+        return run("mlp", rows, rows, x.shape[1:-1]).view(x.shape)
 
 
 @describes(f"{MODELS}maxvit.RelativePositionalMultiHeadAttention")

@@ -46,6 +46,7 @@ VIT = {
 }
 BEIT = {"beit": "Beit", "data2vec/data2vec_vision": "Data2VecVision"}
 DINOV3 = {"dinov3_vit": "DINOv3ViT"}
+VJEPA2 = {"vjepa2": "VJEPA2"}
 CLIP = {
     **{"clip": "CLIP", "altclip": "AltCLIP", "clipseg": "CLIPSeg", "metaclip_2": "MetaClip2", "x_clip": "XCLIP"},
     **{"owlvit": "OwlViT", "owlv2": "Owlv2"},
@@ -58,7 +59,7 @@ SIGLIP = {
 SWIN = {"swin": "Swin", "donut/donut_swin": "DonutSwin", "clap": "ClapAudio"}
 CONVNEXT = {"convnext": "ConvNext", "convnextv2": "ConvNextV2", "dinov3_convnext": "DINOv3ConvNext"}
 
-EVERY = {**VIT, **BEIT, **DINOV3, **CLIP, **CHINESE_CLIP, **SIGLIP, **SWIN, **CONVNEXT}
+EVERY = {**VIT, **BEIT, **DINOV3, **VJEPA2, **CLIP, **CHINESE_CLIP, **SIGLIP, **SWIN, **CONVNEXT}
 SCALES.update(dict.fromkeys(classes(EVERY, "LayerScale"), "lambda1"))
 STEPS.update(dict.fromkeys(classes(EVERY, "DropPath"), drop_path))
 STEPS.update(
@@ -135,7 +136,7 @@ def attention(layer: nn.Module, m: Any, **more: Any) -> Attention:
         scale=getattr(inner, "scaling", getattr(inner, "scale", None)),
         dropout=lambda: (drop.p if isinstance(drop, nn.Dropout) else drop) if inner.training else 0.0,
         rotate_half=True,
-        out=[one_of(m, "o_proj", "out_proj")] if inner is m else [m.output.dense, m.output.dropout],
+        out=[one_of(m, "o_proj", "out_proj", "proj")] if inner is m else [m.output.dense, m.output.dropout],
         call=lambda x, given, **options: first_of(m(x, **given)),
         **more,
     )
@@ -245,11 +246,14 @@ class EncoderLayer(Layer):
         return {
             "attention": [
                 one_of(m, "layernorm_before", "norm1", "layer_norm1"),
-                attention(m, one_of(m, "attention", "self_attn")),
+                self.attention(m),
                 *self.behind(m, 1),
             ],
             "mlp": [one_of(m, "layernorm_after", "norm2", "layer_norm2"), *mlp(m), *self.behind(m, 2)],
         }
+
+    def attention(self, m: Any) -> Attention:
+        return attention(m, one_of(m, "attention", "self_attn"))
 
     def behind(self, m: Any, number: int) -> list[Any]:
         """What follows the attention (1) or the MLP (2) before the residual is added."""

@@ -26,7 +26,7 @@ from ..config import DEFAULTS, PRESETS
 from ..errors import MapTooSmallError
 from ..ops.attention import METHODS
 from ..ops.store import STORES
-from ..sampling import MASKS, REDUCTIONS
+from ..sampling import IMAGE_MASKS, REDUCTIONS
 
 __all__ = [
     "EVERYWHERE",
@@ -122,7 +122,7 @@ def questions(has_attention: bool, blocks: int, saved: Callable[[Options], int])
             "mask",
             "Which positions?",
             "A grid is better than a random mask.",
-            _at_half("mask", MASKS),
+            _at_half("mask", IMAGE_MASKS),
         ),
         Question(
             "reduce",

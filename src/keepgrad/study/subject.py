@@ -20,7 +20,7 @@ from ..errors import ConfigError, DivergedError, InputError
 from ..fidelity import cost, fidelity
 from ..memory import saved_bytes
 from ..patch import apply, exact, masks_drawn, plan, remove
-from ..sampling import MASKS, Layout
+from ..sampling import IMAGE_MASKS, Layout
 from ..timing import seconds_in_turns
 from ..train.classify import Batch, Classification, evaluate
 from ..train.images import some_of
@@ -201,7 +201,7 @@ class Subject:
         """An image as it looks; for each kind of mask a feature map that shows it, and the positions kept in it."""
         image = self.batches[0][0][:1]
         found = {}
-        for mask in MASKS:
+        for mask in IMAGE_MASKS:
             torch.manual_seed(self.config.seed)
             # Without attention: in windows it has masks of one window, not of the image.
             apply(self.model, keep_ratio=ratio, mask=mask, reduce="drop", attention="off")
