@@ -122,7 +122,7 @@ def test_the_mode_sees_what_waits():
             x.nonzero()
 
 
-@pytest.mark.filterwarnings("error:keepgrad", "default::DeprecationWarning")
+@pytest.mark.filterwarnings("default", "error:keepgrad")
 def test_equal_blocks_are_compiled_once():
     model = vit(depth=4)
     keepgrad.apply(model, preset="exact")
@@ -141,7 +141,7 @@ def test_equal_blocks_are_compiled_once():
     assert len(graphs) == 1
 
 
-@pytest.mark.filterwarnings("error:keepgrad", "default::DeprecationWarning")
+@pytest.mark.filterwarnings("default", "error:keepgrad")
 def test_compiled_blocks_in_an_eager_model_pack_in_sites_alone():
     """Saved-tensor hooks around compiled code would make torch.func fail in it."""
     model = vit(depth=2)
