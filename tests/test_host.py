@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from conftest import convnext, images, vit
@@ -123,9 +125,14 @@ def test_the_mode_sees_what_waits():
 
 
 @pytest.mark.filterwarnings("default", "error:keepgrad")
-def test_equal_blocks_are_compiled_once():
+@pytest.mark.parametrize(
+    "options",
+    [{"preset": "exact"}, {"keep_ratio": 0.5}, {"keep_ratio": 0.5, "store": "int8"}, {"keep_ratio": 0.5, "seed": 3}],
+    ids=str,
+)
+def test_equal_blocks_are_compiled_once(options):
     model = vit(depth=4)
-    keepgrad.apply(model, preset="exact")
+    keepgrad.apply(model, **options)
     graphs = []
 
     def backend(graph, inputs):
@@ -135,10 +142,30 @@ def test_equal_blocks_are_compiled_once():
     torch.compiler.reset()
     for block in model.blocks:
         block.compile(backend=backend, fullgraph=True)
+    found = []
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(3):
             step(model, images(32))
+            found.append(model.blocks[1].mlp.fc1.weight.grad.clone())
     assert len(graphs) == 1
+    if "keep_ratio" in options:  # another mask in every step
+        assert not torch.equal(found[0], found[1])
+        assert not torch.equal(found[1], found[2])
+
+
+@pytest.mark.filterwarnings("default", "error:keepgrad")
+def test_compiled_blocks_have_the_gradients_of_eager_ones():
+    model = vit(depth=3)
+    keepgrad.apply(model, keep_ratio=0.5, seed=3)
+    twin = copy.deepcopy(model)
+    torch.compiler.reset()
+    for block in twin.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        step(model, images(32))
+        step(twin, images(32))
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("default", "error:keepgrad")

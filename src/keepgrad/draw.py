@@ -33,8 +33,9 @@ DRAWS = 2**20
 class Draw:
     """The draw of one step: the number that all of it derives from, and what was drawn so far."""
 
-    def __init__(self, step_seed: int | Tensor) -> None:
+    def __init__(self, step_seed: int | Tensor, is_of_part: bool = False) -> None:
         self.step_seed = step_seed
+        self.is_of_part = is_of_part  # made by a block that is compiled by itself, for its own use
         self.kept: dict[tuple[Any, ...], Kept | None] = {}
         self.real: dict[int, tuple[Tensor, Tensor]] = {}  # masks of scores, and which positions are not padding
         self.heads: dict[tuple[Any, ...], Tensor] = {}
@@ -55,18 +56,25 @@ class Shared:
         self.redraws = 0
         self.grids: dict[str, tuple[int, ...]] = {}  # the shapes of the patches, by the layer that makes them
         self.waiting: dict[str, None] = {}  # the blocks that have not run in training yet
+        # The number of the step for blocks that are compiled by themselves, each of which derives its masks from it.
+        self.part_seed: Tensor | None = None
         self.seed = seed
         # A tensor, so that torch.compile does not take its value for a constant.
         self.counter = None if seed is None else torch.tensor(seed)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "tables": {}, "draw": None}
+        return {**vars(self), "tables": {}, "draw": None, "part_seed": None}
 
     def begin(self) -> None:
         self.draw = None
         self.in_root = True
         self.redraws = 0
         self.grids = {}
+
+    def begin_parts(self, x: Tensor) -> None:
+        """The step has blocks that are compiled by themselves; `x` is its input."""
+        self.part_seed = as_tensor(self._new_draw(x).step_seed, x.device)
+        self.waiting = {}  # compiled blocks do not say that they ran
 
     def set_step(self, step: int) -> None:
         if self.seed is not None and self.counter is not None:
@@ -97,6 +105,8 @@ class Shared:
 
     def draw_for(self, site: Site, x: Tensor) -> Draw:
         """The draw of the current step; a new one where the site, whose input is `x`, has already been part of it."""
+        if self.part_seed is not None and torch.compiler.is_compiling():
+            return Draw(self.part_seed, is_of_part=True)
         draw = self.draw
         key = (site.name, site.kind)
         if draw is None or key in draw.seen:

@@ -250,12 +250,11 @@ class _RootForward(_Patch):
             return self.own(*args, **kwargs)
         self.shared.begin()
         out, finished = None, False
+        self._begin_parts(args, kwargs)
         try:
             with self._rest(args, kwargs):
                 out = self.own(*args, **kwargs)
             finished = True
-            if self.shared.waiting and has_compiled_parts(self.module):
-                self.shared.waiting = {}  # compiled blocks do not say that they ran
             return out
         except Exception as error:
             explain(error, args, kwargs)
@@ -264,6 +263,14 @@ class _RootForward(_Patch):
             raise
         finally:
             self.shared.end(finished, out)
+
+    def _begin_parts(self, args: Any, kwargs: Any) -> None:
+        self.shared.part_seed = None
+        if not torch.compiler.is_compiling() and has_compiled_parts(self.module):
+            given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            x = next(given, None)
+            if x is not None:
+                self.shared.begin_parts(x)
 
     def _check_devices(self, args: Any, kwargs: Any) -> None:
         """nn.DataParallel gives copies of a model the same patch, which runs the model that was copied."""
@@ -383,7 +390,8 @@ class _Run:
         if reduced or packs:
             draw = self.shared.draw_for(site, x)
         if packs:
-            noise = self.shared.noise(x, draw)[site.index * 67 % SHIFTS :]
+            # A number of its own would have each block compiled anew.
+            noise = self.shared.noise(x, draw)[0 if draw.is_of_part else site.index * 67 % SHIFTS :]
         if reduced and site.method == "head" and branch.attention is not None:
             heads = self.shared.heads(draw, site, branch.attention.core.heads, x.device)
         elif reduced:
