@@ -47,7 +47,7 @@ PAIRS = 8
 TWINS = {
     "exact, int8": "full backprop",
     "accurate, int8": "accurate (default)",
-    "small, int8": "accurate (default)",
+    "small": "accurate (default)",
 }
 """Settings stored in 8 bits, and those with the same gradients stored in full."""
 
@@ -80,7 +80,7 @@ def settings(model: str) -> dict[str, Setting]:
     rows["accurate (default)"] = Setting(accurate, PAIRS)
     rows["exact, int8"] = Setting({"preset": "exact", "store": "int8"}, PAIRS)
     rows["accurate, int8"] = Setting({**accurate, "store": "int8"}, PAIRS)
-    rows["small, int8"] = Setting({"preset": "small", "store": "int8"}, 3)
+    rows["small"] = Setting({"preset": "small"}, 3)
     if model == "ViT":
         rows["balanced"] = Setting({"preset": "balanced"})
         rows["MLP fold 0.5"] = Setting({"keep_ratio": {"mlp": 0.5}})
@@ -94,7 +94,7 @@ def settings(model: str) -> dict[str, Setting]:
         rows["balanced, equal time"] = Setting({"preset": "balanced"}, equal_time=True, later=True)
     rows["accurate, finish 0.1"] = Setting(accurate, finish=0.1, later=True)
     if model == "ViT":
-        rows["small"] = Setting({"preset": "small"}, 1, later=True)
+        rows["small, full"] = Setting({"preset": "small", "store": "full"}, 1, later=True)
     else:
         rows["fold 0.5, finish 0.1"] = Setting(half["fold"], 1, finish=0.1, later=True)
     return rows

@@ -33,6 +33,7 @@ METHODS = {
     "keepgrad exact": lambda model: keepgrad.apply(model, preset="exact"),
     "keepgrad paper": lambda model: keepgrad.apply(model, preset="paper"),
     "keepgrad accurate (default)": lambda model: keepgrad.apply(model),
+    "keepgrad small, full": lambda model: keepgrad.apply(model, preset="small", store="full"),
     "keepgrad small": lambda model: keepgrad.apply(model, preset="small"),
     "keepgrad 0.25, save input": lambda model: keepgrad.apply(model, keep_ratio=0.25, save="input"),
 }

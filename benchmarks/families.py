@@ -41,6 +41,7 @@ DEFAULT = (
 METHODS: dict[str, dict[str, Any]] = {
     "default": {},
     "0.5": {"keep_ratio": 0.5},
+    "small, full": {"preset": "small", "store": "full"},
     "small": {"preset": "small"},
     "int8, nothing reduced": {"preset": "exact", "store": "int8"},
 }

@@ -48,6 +48,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "exact": {"preset": "exact"},
     "accurate": {"preset": "accurate"},
+    "small, full": {"preset": "small", "store": "full"},
     "small": {"preset": "small"},
     "0.5": {"keep_ratio": 0.5},
     "balanced": {"preset": "balanced"},

@@ -124,9 +124,10 @@ def methods(model: str) -> dict[str, Change]:
         rows["keepgrad balanced"] = patched(preset="balanced")
     for preset in ("exact", "accurate", "small", "paper"):
         rows[f"keepgrad {preset}"] = patched(preset=preset)
+    rows["keepgrad small, full"] = patched(preset="small", store="full")
     for ratio in (0.5, 0.25):
         rows[f"keepgrad {ratio}"] = patched(keep_ratio=ratio)
-    for preset in ("exact", "accurate", "small"):
+    for preset in ("exact", "accurate"):
         rows[f"keepgrad {preset}, int8"] = patched(preset=preset, store="int8")
     rows["keepgrad 0.5, int8"] = patched(keep_ratio=0.5, store="int8")
     rows["keepgrad 0.5, save input"] = patched(keep_ratio=0.5, save="input")

@@ -41,10 +41,10 @@ SETTINGS: dict[str, dict | None] = {
     "0.5": {"keep_ratio": 0.5},
     "0.25": {"keep_ratio": 0.25},
     "0.125": {"keep_ratio": 0.125},
-    "small": {"preset": "small"},
+    "small, full": {"preset": "small", "store": "full"},
     "accurate, int8": {"store": "int8"},
     "0.25, int8": {"keep_ratio": 0.25, "store": "int8"},
-    "small, int8": {"preset": "small", "store": "int8"},
+    "small": {"preset": "small"},
 }
 
 

@@ -55,7 +55,7 @@ def kernels_of_a_block(make, options) -> float:
         (None, 30),
         ({"preset": "exact"}, 32),
         ({"preset": "accurate"}, 36),
-        ({"preset": "small"}, 38),
+        ({"preset": "small", "store": "full"}, 38),
         ({"keep_ratio": 0.5}, 42),
         ({"preset": "balanced"}, 49),
         ({"preset": "exact", "store": "int8"}, 65),

@@ -39,7 +39,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "text": {"keep_ratio": 1.0, "store": "int8"},
     "accurate": {"keep_ratio": {"attention": 1.0, "mlp": 0.5}, "schedule": "careful"},
     "balanced": {"keep_ratio": 0.5, "attention": "query", "schedule": "careful"},
-    "small": {"keep_ratio": {"attention": 1.0, "mlp": 0.5}, "schedule": "careful", "save": "input"},
+    "small": {
+        "keep_ratio": {"attention": 1.0, "mlp": 0.5},
+        "schedule": "careful",
+        "save": "input",
+        "store": "int8",
+    },
     "paper": {"keep_ratio": 0.5, "reduce": "drop", "layers": "paper", "downsample": True},
 }
 
