@@ -93,10 +93,10 @@ def test_features_only_models_have_sites():
 
 def test_branches_that_cannot_be_reduced_are_listed_with_the_reason():
     model = vit()
-    model.blocks[0].mlp.register_forward_hook(lambda *_: None)
+    model.blocks[0].attn.register_forward_hook(lambda *_: None)
     plan = keepgrad.plan(model, keep_ratio=0.5)
     assert len(plan.sites) == 3
-    assert "left alone: blocks.0.mlp: Mlp has hooks, which expect to see every position once" in str(plan)
+    assert "left alone: blocks.0.attention: Attention has hooks, which expect to see every position once" in str(plan)
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_the_forward_is_exact_and_the_gradient_nearly_that_of_full_precision(nam
     make, size = MODELS[name]
     model, x = make(), images(size, batch=8)
     plain = model(x)
-    keepgrad.apply(model, seed=3, **options)
+    keepgrad.apply(model, seed=3, store="full", **options)
     _, wanted = grads(model, x)
     keepgrad.remove(model)
     keepgrad.apply(model, seed=3, store="int8", **options)

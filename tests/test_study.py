@@ -407,7 +407,7 @@ def test_settings_that_the_model_does_not_allow_are_left_out_and_said(tmp_path):
         (["vit_tiny_patch16_224", "--data", "nowhere"], "no such folder"),
         (["vit_tony_patch16_224", "--data", "IMAGES"], "did you mean vit_tiny_patch16_224"),
         (["--checkpoint", "nowhere.pt"], "there is no such file"),
-        (["--draws", "0"], "draws=0: give a whole number from 1"),
+        (["--draws", "0"], "draws='0': give a whole number from 1"),
         (["--resume"], "give the output folder"),
     ],
 )
