@@ -163,8 +163,8 @@ def draw(path: str, title: str, points: dict[str, tuple[float, float]]) -> None:
     figure = figures().Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for name, (peak, seconds) in points.items():
-        ours = name.startswith("keepgrad")
-        axes.plot(peak, seconds, "o", color=("C2" if "int8" in name else "C0") if ours else "0.5")
+        ours, packed = name.startswith("keepgrad"), "int8" in name or name == "keepgrad small"
+        axes.plot(peak, seconds, "o", color=("C2" if packed else "C0") if ours else "0.5")
         axes.annotate(name.removeprefix("keepgrad "), (peak, seconds), (5, 3), textcoords="offset points", fontsize=7)
     axes.axhline(1, color="0.8", linewidth=0.8, zorder=0)
     axes.axvline(1, color="0.8", linewidth=0.8, zorder=0)
