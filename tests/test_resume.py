@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from test_train import assert_close, assert_equal_bits, run_processes, trainer, weights
+from training import assert_close, assert_equal_bits, run_processes, trainer, weights
 
 import keepgrad
 from keepgrad import flags
