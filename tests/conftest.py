@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import socket
 
 import numpy as np
 import pytest
@@ -112,13 +111,6 @@ def written_out(seed: int, grid: Layout, ratio: float, mask: str, reduce: str) -
         every = list(range(positions))
         return matrices([[p] for p in every], every, positions, "drop")
     return matrices(groups_of(kept), kept.picked.tolist(), positions, reduce, grid.prefix)
-
-
-def free_port():
-    """A port of this machine that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def noise(seed=0):

@@ -1,11 +1,10 @@
 """Detection: a whole run."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from PIL import Image
+from processes import run
 
 from keepgrad import flags
 from keepgrad.train.config import DetectConfig
@@ -20,8 +19,7 @@ SMALL = (
 
 
 def keepgrad_detect(*args):
-    args = [sys.executable, "-m", "keepgrad", "detect", *args]
-    return subprocess.run(args, capture_output=True, text=True, timeout=300)
+    return run(("-m", "keepgrad", "detect", *args))
 
 
 @pytest.mark.parametrize(
@@ -57,10 +55,9 @@ def test_the_command_trains_evaluates_and_draws(shapes, tmp_path, backbone):
 
 @pytest.mark.parametrize("backbone", ["test_convnext", "test_vit"])
 def test_two_processes_train_and_evaluate_every_image_once(shapes, tmp_path, backbone):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "keepgrad"]
     args = ("detect", "--data", str(shapes), "--output", str(tmp_path / "run"), *SMALL)
     more = ("--batch-size", "1", "--epochs", "2", "--backbone", backbone, "--keep-ratio", "0.5")
-    done = subprocess.run([*launch, *args, *more], capture_output=True, text=True, timeout=300)
+    done = run(("-m", "keepgrad", *args, *more), processes=2)
     assert done.returncode == 0, done.stderr
     rows = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
     assert len(rows) == 3

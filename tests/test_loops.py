@@ -8,7 +8,8 @@ import typing
 import pytest
 import torch
 import torch.multiprocessing as mp
-from conftest import assert_same, both, free_port, grads, images, vit
+from conftest import assert_same, both, grads, images, vit
+from processes import free_port
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.nn.parallel import DistributedDataParallel

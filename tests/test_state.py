@@ -4,12 +4,11 @@ import dataclasses
 import hashlib
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 import yaml
+from processes import run
 from training import RICH, assert_equal_bits, command, keepgrad_train, trainer, weights
 
 import keepgrad
@@ -88,11 +87,9 @@ def rich_args(folder, output):
 def test_killed_at_any_moment_a_resumed_run_ends_with_the_same_bits(folder, tmp_path, unbroken, point, number):
     (tmp_path / "kills.py").write_text(KILLS)
     args = rich_args(folder, tmp_path / "run")
-    killed = subprocess.run(
-        [sys.executable, str(tmp_path / "kills.py"), point, str(number), *args], capture_output=True, timeout=300
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    done = subprocess.run(command(*args), capture_output=True, text=True, timeout=300)
+    killed = run((str(tmp_path / "kills.py"), point, str(number), *args))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    done = command(*args)
     assert done.returncode == 0, done.stderr
     output, outcome = unbroken
     for name in ("last", "best"):
@@ -116,16 +113,12 @@ def test_loader_processes_change_nothing(folder, tmp_path, unbroken):
 def test_a_signal_stops_between_two_steps_and_nothing_is_lost(folder, tmp_path, name, unbroken):
     (tmp_path / "kills.py").write_text(KILLS.replace("SIGKILL", name))
     args = rich_args(folder, tmp_path / "run")
-    stopped = subprocess.run(
-        [sys.executable, str(tmp_path / "kills.py"), "step", "5", *args], capture_output=True, text=True, timeout=300
-    )
+    stopped = run((str(tmp_path / "kills.py"), "step", "5", *args))
     assert stopped.returncode == 130
     assert f"{name} after step 5 of 9; --resume --output {tmp_path / 'run'} continues" in stopped.stderr
     assert State.read(tmp_path / "run" / "state.pt").step == 5
     # Just as the message says: the settings are those of the run.
-    done = subprocess.run(
-        command("train", "--resume", "--output", str(tmp_path / "run")), capture_output=True, text=True, timeout=300
-    )
+    done = command("train", "--resume", "--output", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     assert "continuing" in done.stdout
     assert_equal_bits(weights(tmp_path / "run"), weights(unbroken[0]))

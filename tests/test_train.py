@@ -2,7 +2,6 @@
 
 import csv
 import json
-import subprocess
 
 import pytest
 import timm
@@ -49,10 +48,8 @@ def test_a_run_leaves_results_that_timm_reads(folder, tmp_path, model):
 def test_eval_finds_the_accuracy_that_training_saw(folder, tmp_path):
     outcome = trainer(folder, tmp_path / "run").run()
     for path in (tmp_path / "run", tmp_path / "run" / "best.safetensors"):
-        args = command(
-            "eval", str(path), "--data", str(folder), "--workers", "1", "--batch-size", "5", "--cpu", "--json"
-        )
-        done = subprocess.run(args, capture_output=True, text=True, timeout=300)
+        args = ("--data", str(folder), "--workers", "1", "--batch-size", "5", "--cpu", "--json")
+        done = command("eval", str(path), *args)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert found["top1"] == outcome.best["top1"]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import free_port
+from processes import free_port
 from training import assert_close, assert_equal_bits, run_processes, weights
 
 from keepgrad.train.loop.state import State

@@ -8,7 +8,8 @@ import pickle
 import pytest
 import torch
 import torch.multiprocessing as mp
-from conftest import assert_same, both, free_port, grads, images, vit
+from conftest import assert_same, both, grads, images, vit
+from processes import free_port
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint

@@ -1,11 +1,8 @@
 """What tests of training share: small settings, a run in Python, by the command and in many processes."""
 
-import os
-import subprocess
-import sys
-
 import torch
 import yaml
+from processes import run
 from safetensors.torch import load_file
 
 from keepgrad import flags
@@ -39,7 +36,8 @@ def trainer(data, output, **settings):
 
 
 def command(*args, **options):
-    return [sys.executable, "-m", "keepgrad", *args]
+    """The command `keepgrad` in a process of its own."""
+    return run(("-m", "keepgrad", *args), **options)
 
 
 def keepgrad_train(data, output, *more, **options):
@@ -47,7 +45,7 @@ def keepgrad_train(data, output, *more, **options):
         *("--model", "test_vit", "--size", "32", "--model-kwargs", "patch_size=8", "--epochs", "2", "--workers", "0"),
         *("--batch-size", "6", "--cpu", "--data", str(data), "--output", str(output)),
     )
-    return subprocess.run(command("train", *small, *more), capture_output=True, text=True, timeout=300, **options)
+    return command("train", *small, *more, **options)
 
 
 def weights(output, name="last"):
@@ -117,11 +115,8 @@ def run_processes(tmp_path, name, processes, folder, stop_after=None, **settings
     output = tmp_path / name
     config = {**SMALL, "data": str(folder), "output": str(output), "epochs": 2, "keep_ratio": 0.5, **settings}
     (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
-    launch = [sys.executable]
-    if processes > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    args = [*launch, str(tmp_path / "worker.py"), str(tmp_path / f"{name}.yaml"), str(tmp_path / f"{name}.pt")]
+    args = [str(tmp_path / "worker.py"), str(tmp_path / f"{name}.yaml"), str(tmp_path / f"{name}.pt")]
     args += [] if stop_after is None else [str(stop_after)]
-    done = subprocess.run(args, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = run(args, processes)
     assert done.returncode == 0, done.stderr
     return None if stop_after else torch.load(tmp_path / f"{name}.pt"), output
