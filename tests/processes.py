@@ -55,7 +55,7 @@ def run(
     """Run Python and wait for it.
 
     Args:
-        args: `("-m", module, ...)` or `(script, ...)`.
+        args: `("-m", module, ...)`, `("-c", code, ...)` or `(script, ...)`; test files can be imported.
         processes: how many, as by torchrun.
         timeout: seconds after which they are killed.
         env: more environment variables.
@@ -181,13 +181,18 @@ def _signal(pids: set[int], number: int) -> None:
 
 
 def _main(args: list[str]) -> int:
-    """A module or a script as Python would run it; the exit code."""
+    """A module, code or a script as Python would run it; the exit code."""
     try:
         if args[0] == "-m":
-            sys.argv, sys.path[0] = args[1:], os.getcwd()
+            sys.argv = args[1:]
+            sys.path.insert(0, os.getcwd())
             runpy.run_module(args[1], run_name="__main__", alter_sys=True)
+        elif args[0] == "-c":
+            sys.argv = args[:1] + args[2:]
+            exec(args[1], {"__name__": "__main__"})
         else:
-            sys.argv, sys.path[0] = args, str(Path(args[0]).parent)
+            sys.argv = args
+            sys.path.insert(0, str(Path(args[0]).parent))
             runpy.run_path(args[0], run_name="__main__")
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
