@@ -317,7 +317,7 @@ def _forward_backward(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor
         backward(value)
 
 
-def call(model: nn.Module, inputs: Any) -> Any:
+def call(model: Callable[..., Any], inputs: Any) -> Any:
     """The model's output for a tensor, for a tuple or list of arguments, or for a dictionary of them."""
     if isinstance(inputs, Mapping):
         return model(**inputs)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import KeepgradError, StoppedElsewhereError, StoppedError
-from . import detect, estimate, evaluate, fidelity, models, study, train
+from . import bench, detect, estimate, evaluate, fidelity, models, study, train
 
 __all__ = ["main"]
 
@@ -16,6 +16,7 @@ COMMANDS = {
     "eval": evaluate,
     "detect": detect,
     "study": study,
+    "bench": bench,
     "estimate": estimate,
     "fidelity": fidelity,
     "models": models,

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from ...adapters import find_blocks
-from ...budget import checkpointed
 from ...data.order import mixed_seed
 from ...errors import ConfigError, DivergedError, FileError, InputError, KeepgradError, StoppedError
 from ...files import locked
 from ...flags import write_yaml
 from ...memory import AMP
+from ...methods import checkpointed
 from ...patch import apply, exact
 from ...plan import Plan
 from ...report import brief
