@@ -40,7 +40,7 @@ SMALL = {
 # Everything that a resumed run has to take up again.
 RICH = {
     **SMALL,
-    **{"ema": 0.9, "mixup": 0.4, "cutmix": 0.5, "drop_path": 0.2, "accumulate": 2, "finish": 0.4, "clip_grad": 1.0},
+    **{"ema": 0.9, "mixup": 0.4, "cutmix": 0.5, "drop_path": 0.2, "accumulate": 2, "clip_grad": 1.0},
     **{"keep_ratio": 0.5, "erasing": 0.3, "auto_augment": "rand-m5-inc1", "layer_decay": 0.8, "save_every": 1},
 }
 
@@ -110,8 +110,7 @@ def test_what_a_flag_parses_a_yaml_file_may_say_in_words():
         ({"keep_ratio": "half"}, "is no number"),
         ({"keep_ratio": 1.5}, "outside (0, 1]"),
         ({"full": True, "mask": "grid"}, "full backprop has no use for mask"),
-        ({"full": True, "finish": 0.1}, "full backprop is exact from the beginning"),
-        ({"finish": 2.0}, "finish=2.0: give a number from 0 to 1"),
+        ({"smoothing": 2.0}, "smoothing=2.0: give a number from 0"),
         ({"accumulate": 2, "global_batch": 64}, "not both"),
         ({"global_batch": 50, "batch_size": 32}, None),
         ({"fsdp": True, "ema": 0.9}, "leave out one of the two"),
@@ -219,22 +218,6 @@ def test_full_backprop_trains_like_plain_pytorch(folder, tmp_path):
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_finish_trains_the_last_steps_with_exact_gradients_under_checkpointing(folder, tmp_path):
-    run = trainer(folder, tmp_path / "run", keep_ratio=0.25, finish=0.5)
-    block = run.bare.blocks[0]
-    seen = []
-    step = run._step
-
-    def watched(group):
-        loss = step(group)
-        seen.append((block.forward.shared.exact, run.bare.grad_checkpointing))
-        return loss
-
-    run._step = watched
-    run.run()
-    assert seen == [(False, False)] * (run.steps // 2) + [(True, True)] * (run.steps - run.steps // 2)
-
-
 def test_accumulated_batches_are_one_large_batch(folder, tmp_path):
     found = []
     for number, (batch, accumulate) in enumerate(((12, 1), (6, 2))):
@@ -253,8 +236,8 @@ def test_precision_memory_format_and_checkpointing_change_no_more_than_rounding(
     assert other["train_loss"] == pytest.approx(plain["train_loss"], rel=0.02)
 
 
-def test_the_compiler_changes_no_more_than_rounding_also_where_gradients_become_exact(folder, tmp_path):
-    settings = {"epochs": 1, "aug": False, "preset": "exact", "finish": 0.4}
+def test_the_compiler_changes_no_more_than_rounding(folder, tmp_path):
+    settings = {"epochs": 1, "aug": False, "preset": "exact"}
     plain = trainer(folder, tmp_path / "a", **settings).run().history[0]
     compiled = trainer(folder, tmp_path / "b", **settings, compile=True).run().history[0]
     assert compiled["train_loss"] == pytest.approx(plain["train_loss"], rel=1e-4)
@@ -658,7 +641,7 @@ def run_processes(tmp_path, name, processes, folder, stop_after=None, **settings
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
 def test_two_processes_train_like_one(folder, tmp_path, fsdp):
-    settings = {"aug": False, "accumulate": 2, "opt": "sgd", "lr": 0.05, "clip_grad": 1.0, "finish": 0.3}
+    settings = {"aug": False, "accumulate": 2, "opt": "sgd", "lr": 0.05, "clip_grad": 1.0}
     alone, output = run_processes(tmp_path, "alone", 1, folder, **settings)
     both, shared = run_processes(tmp_path, "both", 2, folder, **settings, batch_size=3, fsdp=fsdp)
     assert len(both["grads"]) == len(alone["grads"]) == 6

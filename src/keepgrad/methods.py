@@ -88,11 +88,15 @@ def _words(options: Mapping[str, Any]) -> str:
     return ", ".join(words) or "default"
 
 
-def methods_for(model: nn.Module) -> list[Method]:
-    """The methods of the list that are compared on this kind of model."""
+def methods_for(model: nn.Module, options: Mapping[str, Any] | None = None) -> list[Method]:
+    """The methods of the list that are compared on this kind of model, and keepgrad with options of the user's own."""
     blocks = find_blocks(model)
     text = bool(blocks) and all(block.is_text for block in blocks)
-    return [method for method in METHODS.values() if method.text in (None, text)]
+    found = {name: method for name, method in METHODS.items() if method.text in (None, text)}
+    if options:
+        own = kept(**options)
+        found.setdefault(own.name, own)
+    return list(found.values())
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from .. import models
+from .. import flags, models
 from ..bench import Task, bench, check
+from ..config import KeepConfig
 from ..errors import ConfigError, InputError, KeepgradError, StoppedError, reason_of
 from ..memory import AMP
 from ..methods import FULL, Method, methods_for
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile the model with every method")
     parser.add_argument("--rounds", type=positive, help="timed steps of each method (default: 9)")
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="these methods only, and full backprop")
+    flags.add_arguments(parser, KeepConfig)
     parser.add_argument("--profile", metavar="METHOD", help="print where the time of this method goes instead")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw peak memory against time, e.g. bench.png")

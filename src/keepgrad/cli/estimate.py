@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from .. import models
+from .. import flags, models
+from ..config import KeepConfig
 from ..errors import CheckpointingError, ConfigError, MapTooSmallError, NoSiteError
 from ..memory import AMP, OPTIMIZERS, MemoryReport, estimate
 from ..methods import FULL, METHODS, Method, kept, methods_for
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--amp", choices=[name for name in AMP if name], help="autocast to this type")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), help="(default: adamw)")
+    flags.add_arguments(parser, KeepConfig)
     parser.add_argument("--paper-table", action="store_true", help="Table 1 of the paper, estimated, instead")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -52,12 +54,14 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError("give a model, e.g. keepgrad estimate vit_base_patch16_224 --batch 64, or --paper-table")
     if args.paper_table:
         given = [name for name in ("batch", "size", "length", "amp", "optimizer") if getattr(args, name) is not None]
+        given += flags.given(args, KeepConfig)
         if given:
-            raise ConfigError(f"--paper-table is the paper's setting; leave out --{given[0]}")
+            raise ConfigError(f"--paper-table is the paper's setting; leave out --{given[0].replace('_', '-')}")
         _paper_table(args.json)
         return
     batch, optimizer = args.batch or 64, args.optimizer or "adamw"
-    methods = [method for method in methods_for(models.create(args.model, device="meta")) if method.can_estimate]
+    methods = methods_for(models.create(args.model, device="meta"), flags.given(args, KeepConfig))
+    methods = [method for method in methods if method.can_estimate]
     found = dict(_estimates(args.model, batch, args.size, args.length, args.amp, optimizer, methods))
     if args.json:
         print(json.dumps({name: report.to_dict() for name, report in found.items()}, indent=2))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import KeepgradError
-from .images import Source, some_of
+
+if TYPE_CHECKING:
+    from .images import Source
 
 __all__ = ["SETTINGS", "sources"]
 
@@ -58,6 +60,8 @@ class _Digits:
 
 def sources() -> tuple[Source, Source]:
     """Digits to train on and to evaluate on."""
+    from .images import some_of
+
     whole = _Digits()
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0)).tolist()
     return some_of(whole, order[TEST:]), some_of(whole, order[:TEST])
