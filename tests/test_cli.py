@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from keepgrad import __version__
-from keepgrad.cli import COMMANDS
+from keepgrad.cli import COMMANDS, main
 
 
 def keepgrad(*args):
@@ -124,6 +124,13 @@ def test_estimate_shows_the_methods_side_by_side():
     for name in ("full backprop", "checkpointing", "Algorithm 1, the paper's layers", "keepgrad accurate (default)"):
         assert name in done.stdout
     assert "1.00x" in done.stdout
+
+
+def test_estimate_shows_what_one_device_of_many_holds(capsys):
+    assert main(["estimate", "test_vit", "--batch", "2", "--processes", "2", "--fsdp"]) == 0
+    assert "one of 2 devices with FSDP2" in capsys.readouterr().out
+    assert main(["estimate", "test_vit", "--fsdp"]) == 2
+    assert "processes=1: give a number from 2" in capsys.readouterr().err
 
 
 def test_estimate_for_machines():

@@ -21,7 +21,8 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from .ledger import Ledger
 from .ops.outside import observers
 from .patch import draws_set_aside
 from .report import Report, Table, figures, readable_bytes
+from .sharding import bucket_bytes, gathered_bytes, shard_bytes
 
 __all__ = [
     "PARTS",
@@ -120,6 +122,8 @@ def estimate(
     amp: str | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     train_step: Callable[[nn.Module, Any], object] | None = None,
+    processes: int = 1,
+    fsdp: bool = False,
 ) -> MemoryReport:
     """The peak memory of one training step, without running it: nothing is computed or allocated.
 
@@ -136,6 +140,10 @@ def estimate(
         amp: "bf16" or "fp16" for autocast around the forward pass, by CUDA's rules wherever the model is.
         loss: from the model's output to the loss; by default the mean of the output, or its `loss` if it has one.
         train_step: forward and backward, as `train_step(model, batch)`, in place of the two.
+        processes: how many devices train together; the report is of one of them, and `batch` is what it is given.
+            With DDP, the buckets count as gradients.
+        fsdp: shards by FSDP2, block by block, in place of DDP. What is gathered for a while counts as temporary
+            (`keepgrad.sharding`).
 
     Raises:
         ConfigError: if an argument is not one of those above.
@@ -145,7 +153,10 @@ def estimate(
         raise ConfigError(f"amp={amp!r} is not known; use None, 'bf16' or 'fp16'")
     if train_step is not None and (loss is not None or amp is not None):
         raise ConfigError("train_step does the whole of forward and backward; leave out loss and amp")
-    state = _optimizer_bytes(model, optimizer)
+    if processes < 1 or (fsdp and processes == 1):
+        raise ConfigError(f"processes={processes}: give a number from {2 if fsdp else 1}, e.g. 8")
+    size_of = partial(shard_bytes, processes=processes) if fsdp else None
+    state = _optimizer_bytes(model, optimizer, size_of or (lambda parameter: parameter.nbytes))
     step = train_step or (lambda model, batch: _forward_backward(model, batch, loss, amp))
     rng_state = torch.get_rng_state()
     with ExitStack() as stack:
@@ -158,7 +169,7 @@ def estimate(
         named = {**_all_named(model.named_parameters), **_all_named(model.named_buffers)}
         fakes = {f"model.{name}": own[id(t)] for name, t in named.items()}
         arguments = _batch_without_data(batch, next(iter(own.values()), None))
-        ledger = stack.enter_context(Ledger(model))
+        ledger = stack.enter_context(Ledger(model, size_of))
         for parameter in model.parameters():
             ledger.add_parameter(own[id(parameter)])
         for t in (*own.values(), *(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))):
@@ -171,7 +182,10 @@ def estimate(
             given = f"of shape {tuple(batch)}" if _is_shape(batch) else f"({type(batch).__name__})"
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InputError(f"the training step fails on a batch {given}: {reason}") from error
-    return _report(ledger, optimizer=state)
+    report = _report(ledger, optimizer=state)
+    if fsdp:
+        return replace(report, temporary=report.temporary + gathered_bytes(model))
+    return replace(report, gradients=report.gradients + (bucket_bytes(model) if processes > 1 else 0))
 
 
 def measure(step: Callable[[], object], *, model: nn.Module | None = None) -> MemoryReport:
@@ -383,8 +397,13 @@ def _all_named(named: Callable[..., Iterator[tuple[str, Tensor]]]) -> dict[str, 
     return dict(named(remove_duplicate=False))
 
 
-def _optimizer_bytes(model: nn.Module, optimizer: str | Callable[..., torch.optim.Optimizer]) -> int:
-    """The bytes of the optimizer's state for the model, found by a step of it on small parameters."""
+def _optimizer_bytes(
+    model: nn.Module, optimizer: str | Callable[..., torch.optim.Optimizer], size_of: Callable[[Tensor], int]
+) -> int:
+    """The bytes of the optimizer's state for the model, found by a step of it on small parameters.
+
+    `size_of` has the bytes of a parameter that the optimizer works on.
+    """
     make = OPTIMIZERS.get(optimizer, optimizer) if isinstance(optimizer, str) else optimizer
     if make is not None and not callable(make):
         raise ConfigError(
@@ -401,7 +420,7 @@ def _optimizer_bytes(model: nn.Module, optimizer: str | Callable[..., torch.opti
         if parameter.dtype not in per_element:
             per_element[parameter.dtype] = _state_of(make, parameter.dtype)
         each, constant = per_element[parameter.dtype]
-        total += parameter.numel() * each + constant
+        total += size_of(parameter) / parameter.element_size() * each + constant
     return int(total)
 
 

@@ -20,6 +20,7 @@ from ..errors import CheckpointingError, ConfigError, MapTooSmallError, NoSiteEr
 from ..memory import AMP, OPTIMIZERS, MemoryReport, estimate
 from ..methods import FULL, METHODS, Method, kept, methods_for
 from ..report import Table, readable_bytes
+from ..sharding import gathered_bytes
 from .numbers import pixels, positive
 
 __all__ = ["add_arguments", "run"]
@@ -44,6 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--amp", choices=[name for name in AMP if name], help="autocast to this type")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), help="(default: adamw)")
+    parser.add_argument(
+        "--processes", type=positive, default=1, metavar="N", help="devices that train together; shows what one holds"
+    )
+    parser.add_argument("--fsdp", action="store_true", help="shard over them by FSDP2, block by block (default: DDP)")
     flags.add_arguments(parser, KeepConfig)
     parser.add_argument("--paper-table", action="store_true", help="Table 1 of the paper, estimated, instead")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -54,7 +59,8 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError("give a model, e.g. keepgrad estimate vit_base_patch16_224 --batch 64, or --paper-table")
     if args.paper_table:
         given = [name for name in ("batch", "size", "length", "amp", "optimizer") if getattr(args, name) is not None]
-        given += flags.given(args, KeepConfig)
+        given += [*flags.given(args, KeepConfig), *(["fsdp"] if args.fsdp else [])]
+        given += ["processes"] if args.processes > 1 else []
         if given:
             raise ConfigError(f"--paper-table is the paper's setting; leave out --{given[0].replace('_', '-')}")
         _paper_table(args.json)
@@ -62,7 +68,8 @@ def run(args: argparse.Namespace) -> None:
     batch, optimizer = args.batch or 64, args.optimizer or "adamw"
     methods = methods_for(models.create(args.model, device="meta"), flags.given(args, KeepConfig))
     methods = [method for method in methods if method.can_estimate]
-    found = dict(_estimates(args.model, batch, args.size, args.length, args.amp, optimizer, methods))
+    how = {"amp": args.amp, "optimizer": optimizer, "processes": args.processes, "fsdp": args.fsdp}
+    found = dict(_estimates(args.model, batch, args.size, args.length, methods, **how))
     if args.json:
         print(json.dumps({name: report.to_dict() for name, report in found.items()}, indent=2))
         return
@@ -79,7 +86,17 @@ def run(args: argparse.Namespace) -> None:
     ]
     amp = f"autocast to {args.amp}" if args.amp else "no autocast"
     title = f"{args.model}, batch {batch}, {amp}, {optimizer}: peak of a training step, estimated"
-    print(Table(title, ("method", "peak", "", *parts), rows).to_text())
+    note = ""
+    if args.fsdp:
+        gathered = gathered_bytes(models.create(args.model, size=args.size, device="meta"))
+        note = (
+            f"one of {args.processes} devices with FSDP2: one shard of the fixed parts. temporary: with\n"
+            f"{readable_bytes(gathered)} that is gathered: what is in no block, the block that is computed and the\n"
+            "next one, and the gradients of a block before they are sent"
+        )
+    elif args.processes > 1:
+        note = f"one of {args.processes} devices with DDP. gradients: with the buckets from which they are sent"
+    print(Table(title, ("method", "peak", "", *parts), rows, note).to_text())
 
 
 def _estimates(
@@ -87,9 +104,8 @@ def _estimates(
     batch: int,
     size: int | None,
     length: int | None,
-    amp: str | None,
-    optimizer: str,
     methods: Sequence[Method],
+    **how: Any,
 ) -> Iterator[tuple[str, MemoryReport]]:
     told: set[str] = set()
     for method in methods:
@@ -97,7 +113,7 @@ def _estimates(
         given = models.batch_for(model, batch, size, length)
         try:
             with method.put_on(model):
-                yield method.name, estimate(model, given, optimizer=optimizer, amp=amp)
+                yield method.name, estimate(model, given, **how)
         except (NoSiteError, CheckpointingError, MapTooSmallError) as error:
             if str(error) not in told:
                 print(f"left out: {error}", file=sys.stderr)
@@ -111,8 +127,8 @@ def _paper_table(as_json: bool) -> None:
     theirs = [_unfused(method) for method in (FULL, published)]
     rows, data = [], []
     for name, batch, plain_mb, sbp_mb in PAPER_ROWS:
-        then = dict(_estimates(name, batch, None, None, "fp16", "adamw", theirs))
-        now = dict(_estimates(name, batch, None, None, "fp16", "adamw", ours))
+        then = dict(_estimates(name, batch, None, None, theirs, amp="fp16"))
+        now = dict(_estimates(name, batch, None, None, ours, amp="fp16"))
         full_then, full_now = then[FULL.name].total, now[FULL.name].total
         rows.append(
             (
