@@ -9,13 +9,14 @@ import tarfile
 import pytest
 import torch
 from PIL import Image
+from processes import run
 
 from keepgrad import __version__
 from keepgrad.cli import COMMANDS, main
 
 
 def keepgrad(*args):
-    return subprocess.run([sys.executable, "-m", "keepgrad", *args], capture_output=True, text=True, timeout=300)
+    return run(("-m", "keepgrad", *args))
 
 
 def test_train_without_data_trains_digits_with_and_without(tmp_path):

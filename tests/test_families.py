@@ -98,7 +98,7 @@ def check_against_the_oracle(family: Family, ratio=0.5, **options) -> None:
 
 
 PAIRS = [("grid", "drop"), ("random", "scaled"), ("block", "fold"), ("grid", "pool"), ("grid", "fold")]
-"""Every mask and every reduction; all pairs of them are tested on the two oldest families, in test_blocks.py."""
+"""Every mask and every reduction; all pairs of them are tested on the two oldest families, in test_branch.py."""
 
 
 @EVERY

@@ -8,8 +8,8 @@ import typing
 import pytest
 import torch
 import torch.multiprocessing as mp
-from conftest import assert_same, grads, images, vit
-from test_works_with import both, free_port
+from conftest import assert_same, both, grads, images, vit
+from processes import free_port
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.nn.parallel import DistributedDataParallel

@@ -14,7 +14,7 @@ from torch import nn
 import keepgrad
 from keepgrad import ConfigError
 from keepgrad.adapters import find_blocks
-from keepgrad.sharding import bucket_bytes, gathered_bytes, shard_bytes
+from keepgrad.memory.sharding import bucket_bytes, gathered_bytes, shard_bytes
 
 BATCH = (2, 3, 32, 32)
 

@@ -35,8 +35,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._torch import tree_leaves, tree_map_only
+from .calling import call
 from .errors import InputError, NoSiteError, reason_of
-from .memory import AMP, allocated_peak, call, peak_bytes, saved_bytes
+from .memory import AMP, allocated_peak, peak_bytes, saved_bytes
 from .methods import FULL, Forward, Method, kept
 from .report import Report, Table, figures, readable_bytes
 

@@ -18,9 +18,9 @@ from .. import flags, models
 from ..config import KeepConfig
 from ..errors import CheckpointingError, ConfigError, MapTooSmallError, NoSiteError
 from ..memory import AMP, OPTIMIZERS, MemoryReport, estimate
+from ..memory.sharding import gathered_bytes
 from ..methods import FULL, METHODS, Method, kept, methods_for
 from ..report import Table, readable_bytes
-from ..sharding import gathered_bytes
 from .numbers import pixels, positive
 
 __all__ = ["add_arguments", "run"]

@@ -19,7 +19,7 @@ import math
 
 from torch import Tensor, nn
 
-from .adapters import find_blocks
+from ..adapters import find_blocks
 
 __all__ = ["bucket_bytes", "gathered_bytes", "shard_bytes"]
 
