@@ -15,7 +15,6 @@ import argparse
 import platform
 import runpy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -26,26 +25,21 @@ from torch import nn
 import keepgrad
 from keepgrad import walks
 from keepgrad.memory import saved_bytes
+from keepgrad.methods import CHECKPOINTING, FULL, kept
+from keepgrad.report import Table
 
 RATIOS = (0.5, 0.25, 0.125)
 REDUCTIONS = ("drop", "scaled", "fold", "pool")
 MODELS = {"8x4x4 patches": (16, 4), "4x8x8 patches": (8, 2)}  # frames, pixels a patch
 TUBES = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))
 
-SETTINGS: dict[str, dict | None] = {
-    "full backprop": None,
-    "checkpointing": None,
-    "the paper: drop whole frames, 0.25": {"keep_ratio": 0.25, "reduce": "drop", "mask": "frame"},
-    "exact": {"preset": "exact"},
-    "accurate (default)": {},
-    "0.5": {"keep_ratio": 0.5},
-    "0.25": {"keep_ratio": 0.25},
-    "0.125": {"keep_ratio": 0.125},
-    "small, full": {"preset": "small", "store": "full"},
-    "accurate, int8": {"store": "int8"},
-    "0.25, int8": {"keep_ratio": 0.25, "store": "int8"},
-    "small": {"preset": "small"},
-}
+PAPER = kept(keep_ratio=0.25, reduce="drop", mask="frame")
+METHODS = (
+    *(FULL, CHECKPOINTING, PAPER, kept(preset="exact"), kept(preset="accurate")),
+    *(kept(keep_ratio=ratio) for ratio in RATIOS),
+    *(kept(preset="small", store="full"), kept(preset="accurate", store="int8")),
+    *(kept(keep_ratio=0.25, store="int8"), kept(preset="small")),
+)
 
 
 def masks(steps: int) -> None:
@@ -55,13 +49,12 @@ def masks(steps: int) -> None:
         example["train"](model, example["Clips"](held_out=False, seed=0, frames=frames), steps)
         held_out = example["Clips"](held_out=True, seed=0, frames=frames)
         batches = [held_out.batch(example["BATCH"]) for _ in range(4)]
-        print(f"\n{title}, {steps} steps\n")
-        print(f"| ratio | mask | {' | '.join(REDUCTIONS)} |")
-        print(f"| {' | '.join(['---'] * (2 + len(REDUCTIONS)))} |")
+        rows = []
         for ratio in RATIOS:
             for mask, name in candidates(round(1 / ratio), frames // 2):
                 found = [agreement(model, batches, example["loss_of"], ratio, mask, reduce) for reduce in REDUCTIONS]
-                print(f"| {ratio:g} | {name} | {' | '.join(f'{one:.3f}' for one in found)} |", flush=True)
+                rows.append((f"{ratio:g}", name, *(f"{one:.3f}" for one in found)))
+        print(Table(f"\n{title}, {steps} steps", ("ratio", "mask", *REDUCTIONS), rows).to_markdown(), flush=True)
 
 
 def candidates(group: int, frames: int) -> Iterator[tuple[str, str]]:
@@ -91,28 +84,15 @@ def memory(batch: int) -> None:
     model = transformers.VideoMAEForVideoClassification(transformers.VideoMAEConfig(num_labels=400)).train()
     clips = torch.randn(batch, 16, 3, 224, 224)
     print(f"\nVideoMAE-B, batch {batch}, 16 frames of 224 pixels, float32, AdamW\n")
-    print("| setting | saved, MB | saved | peak, MB | peak |\n| --- | --- | --- | --- | --- |")
+    rows: list[tuple[str, ...]] = []
     full: list[int] = []
-    for setting, options in SETTINGS.items():
-        with as_set(model, setting, options):
+    for method in METHODS:
+        with method.put_on(model):
             found = [saved_bytes(lambda: model(clips), model), keepgrad.estimate(model, clips).total]
         full = full or found
-        shown = [f"{one / 2**20:.0f} | {one / whole:.2f}x" for one, whole in zip(found, full, strict=True)]
-        print(f"| {setting} | {' | '.join(shown)} |", flush=True)
-
-
-@contextmanager
-def as_set(model: nn.Module, setting: str, options: dict | None) -> Iterator[None]:
-    """The model as a setting has it."""
-    if options is not None:
-        keepgrad.apply(model, **options)
-    elif setting == "checkpointing":
-        model.activation_checkpointing_enable()
-    yield
-    if options is not None:
-        keepgrad.remove(model)
-    elif setting == "checkpointing":
-        model.activation_checkpointing_disable()
+        pairs = [(f"{one / 2**20:.0f}", f"{one / whole:.2f}x") for one, whole in zip(found, full, strict=True)]
+        rows.append((method.name, *pairs[0], *pairs[1]))
+    print(Table("", ("method", "saved, MB", "saved", "peak, MB", "peak"), rows).to_markdown())
 
 
 def main() -> None:

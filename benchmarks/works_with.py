@@ -28,6 +28,7 @@ from families.family import Family
 
 import keepgrad
 from keepgrad.adapters import find_blocks
+from keepgrad.report import Table
 
 OPTIONS = {"keep_ratio": 1.0}
 Found = dict[str, Tensor]
@@ -198,10 +199,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    for line in (("family", *args.loops), ("---",) * (len(args.loops) + 1)):
-        print(f"| {' | '.join(line)} |")
-    for name in args.only:
-        print(f"| {' | '.join((name, *(cell(loop, FAMILIES[name]) for loop in args.loops)))} |", flush=True)
+    rows = [(name, *(cell(loop, FAMILIES[name]) for loop in args.loops)) for name in args.only]
+    print(Table("", ("family", *args.loops), rows).to_markdown())
     torch.distributed.destroy_process_group()
 
 

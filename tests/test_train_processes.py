@@ -13,7 +13,7 @@ from keepgrad.train.loop.state import State
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
 def test_two_processes_train_like_one(folder, tmp_path, fsdp):
-    settings = {"aug": False, "accumulate": 2, "opt": "sgd", "lr": 0.05, "clip_grad": 1.0, "finish": 0.3}
+    settings = {"aug": False, "accumulate": 2, "opt": "sgd", "lr": 0.05, "clip_grad": 1.0}
     alone, output = run_processes(tmp_path, "alone", 1, folder, **settings)
     both, shared = run_processes(tmp_path, "both", 2, folder, **settings, batch_size=3, fsdp=fsdp)
     assert len(both["grads"]) == len(alone["grads"]) == 6

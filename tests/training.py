@@ -24,7 +24,7 @@ SMALL = {
 # Everything that a resumed run has to take up again.
 RICH = {
     **SMALL,
-    **{"ema": 0.9, "mixup": 0.4, "cutmix": 0.5, "drop_path": 0.2, "accumulate": 2, "finish": 0.4, "clip_grad": 1.0},
+    **{"ema": 0.9, "mixup": 0.4, "cutmix": 0.5, "drop_path": 0.2, "accumulate": 2, "clip_grad": 1.0},
     **{"keep_ratio": 0.5, "erasing": 0.3, "auto_augment": "rand-m5-inc1", "layer_decay": 0.8, "save_every": 1},
 }
 

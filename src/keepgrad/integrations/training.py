@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import is_real, tree_leaves
-from ..budget import checkpointed
 from ..config import KeepConfig
 from ..errors import CheckpointingError, ConfigError, InputError
 from ..fidelity import fidelity
 from ..memory import estimate
+from ..methods import checkpointed
 from ..patch import apply, exact, remove, set_step
 from ..plan import Plan, config_from
 from ..report import readable_bytes
