@@ -282,6 +282,15 @@ def test_wrong_options_are_refused_at_once(options):
         KeepgradCallback(**options)
 
 
+def test_several_gpus_in_one_process_are_refused(tmp_path):
+    model = model_of()
+    trainer = trainer_of(model, tmp_path, KeepgradCallback())
+    trainer.args._n_gpu = 2
+    with pytest.raises(keepgrad.ConfigError, match=r"with 2 GPUs in one process.*nn\.DataParallel.*torchrun"):
+        trainer.train()
+    assert is_plain(model)
+
+
 def test_a_cosine_of_nothing_is_refused(tmp_path):
     from keepgrad.integrations.training import Training
 

@@ -95,10 +95,22 @@ def test_data_parallel_is_refused():
         keepgrad.apply(nn.DataParallel(vit()))
     model = vit()
     keepgrad.apply(model)
+    # What it does where there are several GPUs, with the meta device as the second of them: a copy, in a thread.
+    copied = model._replicate_for_data_parallel()
+    (found,) = _caught(copied, images().to("meta"))
     with pytest.raises(
         keepgrad.UnsupportedByTorchError, match=r"on cpu and its input on meta.*DistributedDataParallel"
     ):
-        model(images().to("meta"))  # what a copy on another device does
+        found.reraise()
+
+
+def _caught(model, x):
+    """What nn.DataParallel's `parallel_apply` brings back from a thread that failed."""
+    try:
+        model(x)
+    except Exception:
+        return [torch._utils.ExceptionWrapper(where="in replica 1 on device 1.")]
+    return []
 
 
 @both

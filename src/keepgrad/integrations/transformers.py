@@ -16,9 +16,11 @@ import inspect
 import weakref
 from typing import Any
 
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..config import KeepConfig
+from ..errors import ConfigError
 from .training import Training
 
 __all__ = ["KeepgradCallback"]
@@ -66,6 +68,12 @@ class KeepgradCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        trainer = _trainer_at_work()
+        if trainer is not None and isinstance(trainer.model_wrapped, nn.DataParallel):
+            raise ConfigError(
+                f"with {args.n_gpu} GPUs in one process Trainer uses nn.DataParallel, which does not go with keepgrad; "
+                "start with torchrun --nproc-per-node, or show it one GPU by CUDA_VISIBLE_DEVICES=0"
+            )
         self.training.begin(kwargs["model"], state.is_world_process_zero)
 
     def on_step_begin(
