@@ -80,6 +80,20 @@ def test_what_cannot_see_through_a_patched_model_is_refused_in_words(options):
     torch.jit.script(model)
 
 
+def test_torch_fx_is_refused_also_where_programs_are_built_while_it_traces():
+    """It gives proxies for weights; torchvision's feature extraction changes to training mode and traces again."""
+    torchvision = pytest.importorskip("torchvision")
+    from torchvision.models.feature_extraction import get_graph_node_names
+
+    sizes = {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": [4, 4]}
+    model = torchvision.models.SwinTransformer(patch_size=[2, 2], num_classes=2, **sizes)
+    keepgrad.apply(model, keep_ratio=0.5)
+    with pytest.raises(keepgrad.UnsupportedByTorchError, match=r"torch\.fx cannot.*keepgrad\.exact"):
+        get_graph_node_names(model)
+    with keepgrad.exact(model):
+        get_graph_node_names(model)
+
+
 def test_functional_call_without_a_transform_trains_the_tensors_it_is_given():
     model = vit()
     keepgrad.apply(model, keep_ratio=0.5, seed=0)
