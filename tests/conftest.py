@@ -86,6 +86,12 @@ def assert_same(a: dict, b: dict, **tolerance):
         torch.testing.assert_close(a[name], b[name], **tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def agreement(before, after, wanted):
+    """The cosine of how far the weights of a model have moved with how far they should have."""
+    start, *ends = (torch.cat([p.detach().double().flatten() for p in m.parameters()]) for m in (before, after, wanted))
+    return float(torch.cosine_similarity(ends[0] - start, ends[1] - start, dim=0))
+
+
 def run(links, x, kept, save, residual=None, noise=None):
     """A chain of stages and their tensors, run in the engine."""
     chain = Chain([stage for stage, _ in links], [len(tensors) for _, tensors in links])
