@@ -24,7 +24,7 @@ from torch import Tensor
 import keepgrad
 from keepgrad.baseline import algorithm1
 from keepgrad.report import readable_bytes
-from keepgrad.train.detectors import Detector, detector
+from keepgrad.train.detect import Detector, detector
 
 METHODS = {
     "full backprop": lambda model: None,

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 import keepgrad
 from keepgrad._torch import tree_leaves
+from keepgrad.calling import call
 from keepgrad.catalogue import EXAMPLES, Example
-from keepgrad.memory import call, peak_bytes, saved_bytes
+from keepgrad.memory import peak_bytes, saved_bytes
 from keepgrad.report import Table
 from keepgrad.timing import seconds_in_turns
 

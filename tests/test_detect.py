@@ -12,12 +12,12 @@ from torchvision.models.detection.roi_heads import fastrcnn_loss
 from torchvision.ops import box_iou
 
 import keepgrad
-from keepgrad.train import flags
-from keepgrad.train.cascade import STAGES
-from keepgrad.train.coco import CocoFolder, Objects, average_precision, find_split, to_coco
+from keepgrad import flags
+from keepgrad.data.coco import CocoFolder, Objects, average_precision, find_split, to_coco
+from keepgrad.data.shapes import make_shapes
 from keepgrad.train.config import DETECTORS, DetectConfig
-from keepgrad.train.detectors import detector
-from keepgrad.train.shapes import make_shapes
+from keepgrad.train.detect import detector
+from keepgrad.train.detect.cascade import STAGES
 
 TINY = {"sizes": (64,), "max_size": 128, "channels": 16, "width": 32, "anchor": 8, "rois": 16}
 

@@ -11,7 +11,7 @@ import keepgrad
 from keepgrad.cli import main
 from keepgrad.files import locked, written_whole
 from keepgrad.train.classify import open_weights
-from keepgrad.train.state import State, write_weights
+from keepgrad.train.loop.state import State, write_weights
 
 HOLDS = """
 import fcntl, sys

@@ -10,8 +10,8 @@ from test_train import trainer
 
 import keepgrad
 from keepgrad.cli import main
-from keepgrad.train.images import kind_of, open_images
-from keepgrad.train.pixels import converted
+from keepgrad.data.images import kind_of, open_images
+from keepgrad.data.pixels import converted
 
 
 def saved(path, value=100):
@@ -46,8 +46,8 @@ def test_grey_images_of_16_bits_are_read_in_their_range(tmp_path, kind):
 
 
 def test_training_and_detection_see_16_bits_in_their_range(classes, tmp_path):
-    from keepgrad.train.coco import CocoFolder, Objects, find_split
-    from keepgrad.train.shapes import make_shapes
+    from keepgrad.data.coco import CocoFolder, Objects, find_split
+    from keepgrad.data.shapes import make_shapes
 
     for name in ("cat", "dog"):
         Image.fromarray(np.full((40, 40), 32_768, dtype=np.uint16)).save(classes / name / "0.png")

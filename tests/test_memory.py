@@ -14,9 +14,8 @@ from conftest import convnext, vit
 from torch import nn
 
 import keepgrad
-from keepgrad import memory
 from keepgrad.errors import ConfigError, InputError
-from keepgrad.memory import PARTS, peak_bytes, saved_bytes
+from keepgrad.memory import PARTS, estimated, peak_bytes, saved_bytes
 
 ROWS = {
     "vit_base_patch16_224": [
@@ -313,8 +312,8 @@ def test_measure_on_a_gpu_is_the_allocators_peak():
 def test_an_estimate_runs_as_many_operations_for_any_batch(store, monkeypatch):
     """On the CPU a chain runs in pieces of the batch; without data, two pieces say it all."""
     ledgers = []
-    report = memory._report
-    monkeypatch.setattr(memory, "_report", lambda ledger, **more: ledgers.append(ledger) or report(ledger, **more))
+    report = estimated.report_of
+    monkeypatch.setattr(estimated, "report_of", lambda ledger, **more: ledgers.append(ledger) or report(ledger, **more))
     model = convnext()
     keepgrad.apply(model, keep_ratio=0.5, store=store)
     found = [keepgrad.estimate(model, (batch, 3, 64, 64)) for batch in (5_000, 5_000_000)]

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 
 import keepgrad
 from keepgrad.cli import main
+from keepgrad.data.coco import CocoFolder, Objects, average_precision, find_split
+from keepgrad.data.shapes import make_shapes
 from keepgrad.numbers import Numbers
-from keepgrad.train.coco import CocoFolder, Objects, average_precision, find_split
 from keepgrad.train.config import TrainConfig
-from keepgrad.train.shapes import make_shapes
-from keepgrad.train.stop import memory_errors_named
+from keepgrad.train.loop.stop import memory_errors_named
 
 TRAIN = (
     *("train", "--model", "test_vit", "--size", "32", "--epochs", "1", "--workers", "0", "--batch-size", "6", "--cpu"),

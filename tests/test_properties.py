@@ -13,16 +13,16 @@ import torch
 from conftest import convnext, vit
 
 import keepgrad
+from keepgrad import flags
 from keepgrad.config import PRESETS, SAVES, STORES
+from keepgrad.data.coco import CocoFolder, Objects, average_precision, find_split
+from keepgrad.data.shapes import make_shapes
 from keepgrad.errors import ConfigError, InputError, KeepgradError
 from keepgrad.numbers import Numbers
 from keepgrad.ops.attention import METHODS
 from keepgrad.sampling import MASKS, REDUCTIONS, Layout, sample, slot_count
 from keepgrad.schedule import SCHEDULES
-from keepgrad.train import flags
-from keepgrad.train.coco import CocoFolder, Objects, average_precision, find_split
 from keepgrad.train.config import DetectConfig, TrainConfig
-from keepgrad.train.shapes import make_shapes
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import given  # noqa: E402

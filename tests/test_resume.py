@@ -9,10 +9,10 @@ import torch
 from test_train import assert_close, assert_equal_bits, run_processes, trainer, weights
 
 import keepgrad
+from keepgrad import flags
 from keepgrad.cli import main
-from keepgrad.train import flags
 from keepgrad.train.config import RECIPES, TrainConfig
-from keepgrad.train.state import State
+from keepgrad.train.loop.state import State
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 ARGS = (

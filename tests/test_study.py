@@ -16,6 +16,7 @@ from conftest import SMALL_MODELS
 
 import keepgrad
 from keepgrad.cli import main
+from keepgrad.data import digits
 from keepgrad.errors import ConfigError, FileError, StoppedError
 from keepgrad.memory import saved_bytes
 from keepgrad.study import findings, run
@@ -23,7 +24,6 @@ from keepgrad.study.config import StudyConfig
 from keepgrad.study.questions import FULL, all_keys, key_of, name_of, questions, trained_as
 from keepgrad.study.results import Measured, Results, Trained, mean_and_error
 from keepgrad.study.subject import Subject
-from keepgrad.train import digits
 
 SMALL = {**digits.SETTINGS["model_kwargs"], "embed_dim": 32, "depth": 2, "num_heads": 2}
 QUICK = {"model": "vit_tiny_patch16_224", "model_kwargs": SMALL, "crop_pct": 1.0, "batch_size": 8, "batches": 1}

@@ -20,11 +20,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import keepgrad
-from keepgrad.train import flags
+from keepgrad import flags
 from keepgrad.train.classify import Classification
 from keepgrad.train.config import RECIPES, TrainConfig
 from keepgrad.train.loop import Trainer, accelerator_for
-from keepgrad.train.state import MARK, State
+from keepgrad.train.loop.state import MARK, State
 
 SMALL = {
     "model": "test_vit",
@@ -299,7 +299,7 @@ KILLS = """
 import os, signal, sys
 from pathlib import Path
 from keepgrad.cli import main
-from keepgrad.train import loop, state
+from keepgrad.train.loop import state, trainer as loop
 
 point, number = sys.argv[1], int(sys.argv[2])
 count = 0
@@ -592,7 +592,8 @@ def test_wrong_arguments_are_one_clear_line(folder, tmp_path, args, words):
 WORKER = """
 import sys
 import torch
-from keepgrad.train import flags, loop
+from keepgrad import flags
+from keepgrad.train.loop import trainer as loop
 from keepgrad.train.classify import Classification
 from keepgrad.train.config import TrainConfig
 

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-QUIET_HOOKS = {"transformers.utils.output_capturing", "torch.utils.module_tracker", "keepgrad.ledger"}
+QUIET_HOOKS = {"transformers.utils.output_capturing", "torch.utils.module_tracker", "keepgrad.memory.ledger"}
 """Where hooks are defined that need not see the modules inside of sites: those of transformers stay on modules and do
 nothing unless they are asked (its adapters look), those of torch's FLOP counter and the ledger note names.
 """

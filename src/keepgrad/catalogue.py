@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from . import models
 from .adapters import find_blocks
 from .adapters.program import Program
+from .calling import call
 from .errors import NoSiteError
-from .memory import call, saved_bytes
+from .memory import saved_bytes
 from .patch import apply, plan
 
 __all__ = ["EXAMPLES", "Example", "Row", "count_timm", "rows"]

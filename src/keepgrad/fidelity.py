@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ._torch import tree_leaves
+from .calling import call, in_training
 from .config import KeepConfig
 from .errors import AlreadyAppliedError, ConfigError, InputError, NotAppliedError
-from .memory import call, in_training, saved_bytes
+from .memory import saved_bytes
 from .patch import apply, block_names, draws_set_aside, exact, remove
 from .plan import config_from
 from .report import Report, Table, figures, readable_bytes

@@ -9,9 +9,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from .. import flags
 from ..errors import ConfigError, KeepgradError
 from ..files import make_folder
-from ..train import flags
 from ..train.config import DetectConfig
 from .train import continued, new_folder
 
@@ -31,10 +31,10 @@ def run(args: argparse.Namespace) -> None:
         import torchvision  # noqa: F401
     except ImportError as error:
         raise KeepgradError(f"{error}; detection needs more packages: pip install 'keepgrad[detect]'") from None
+    from ..data.shapes import SETTINGS, make_shapes
     from ..train.detect import Detection
     from ..train.loop import Trainer, accelerator_for, fitted
-    from ..train.shapes import SETTINGS, make_shapes
-    from ..train.side_by_side import side_by_side
+    from ..train.loop.side_by_side import side_by_side
 
     file: dict[str, Any] = {} if args.config is None else flags.read_yaml(args.config)
     given = flags.given(args, DetectConfig)

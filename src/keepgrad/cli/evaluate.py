@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from timm.data import resolve_model_data_config
 
+    from ..data.images import kind_of, open_images, part_of
     from ..train.classify import evaluate, open_weights
     from ..train.config import RunFlags
-    from ..train.images import kind_of, open_images, part_of
     from ..train.loop import accelerator_for
 
     path = args.checkpoint / "best.safetensors" if args.checkpoint.is_dir() else args.checkpoint

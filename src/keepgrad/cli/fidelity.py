@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import models
+from .. import flags, models
 from ..errors import InputError
 from ..fidelity import fidelity
 from ..patch import apply
-from ..train import flags
 from ..train.config import KeepFlags
 from .numbers import pixels, positive, seed
 
@@ -39,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     models.timm()
-    from ..train.images import open_images, part_of
+    from ..data.images import open_images, part_of
 
     source = open_images(str(part_of(args.data, "train") or args.data))
     model = models.create(args.model, size=args.size, num_classes=len(source.classes))
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
 def _batches(source: Any, model: Any, args: argparse.Namespace) -> list[tuple[Tensor, Tensor]]:
     from timm.data import create_transform, resolve_model_data_config
 
-    from ..train.images import loader, mode_of
+    from ..data.images import loader, mode_of
 
     config = {**resolve_model_data_config(model), "input_size": models.size_of(model, args.size)}
     wanted = args.batch_size * args.batches

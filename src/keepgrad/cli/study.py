@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .. import models
+from .. import flags, models
+from ..data import digits
 from ..errors import ConfigError
 from ..study.config import StudyConfig
-from ..train import digits, flags
 from .train import continued, new_folder
 
 __all__ = ["add_arguments", "run"]

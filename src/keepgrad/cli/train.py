@@ -10,8 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from .. import flags
+from ..data import digits
 from ..errors import ConfigError
-from ..train import digits, flags
 from ..train.config import RECIPES, TrainConfig
 
 __all__ = ["add_arguments", "new_folder", "run"]
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from ..train.classify import Classification
     from ..train.loop import Trainer, accelerator_for, fitted
-    from ..train.side_by_side import side_by_side
+    from ..train.loop.side_by_side import side_by_side
 
     config = _config(args)
     if config.data is None:

@@ -335,12 +335,7 @@ class SelfAttention(Stage):
     def _vjp_rows(self, at: Point, qkv: Tensor, drawn: Tensors) -> tuple[Tensor, Pull]:
         projection, tensors = self.split_tensors(at.tensors)
         projection_needs, needs = self.split_tensors(at.needs)
-        places, key_bias = Places(), None
-        if at.kept is not None:
-            places = Places(at.kept.picked)
-            key_bias = at.kept.causal_bias(qkv.dtype) if self.core.causal else at.kept.key_bias(qkv.dtype)
-
-        out, pull_core = self._vjp_core(qkv, tensors, needs, places, key_bias)
+        out, pull_core = self.vjp_core(qkv, tensors, needs, at.kept)
 
         def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
             d_qkv, d_core = pull_core(grad)
@@ -350,6 +345,15 @@ class SelfAttention(Stage):
             return dx, (*found, *d_core)
 
         return out, pull
+
+    def vjp_core(
+        self, qkv: Tensor, tensors: Tensors, needs: tuple[bool, ...], kept: Kept | None
+    ) -> tuple[Tensor, Pull]:
+        """Attention among the slots of q, k and v, and its pull-back to them and to the tensors of the core."""
+        if kept is None:
+            return self._vjp_core(qkv, tensors, needs, Places(), None)
+        key_bias = kept.causal_bias(qkv.dtype) if self.core.causal else kept.key_bias(qkv.dtype)
+        return self._vjp_core(qkv, tensors, needs, Places(kept.picked), key_bias)
 
     def _vjp_core(
         self, qkv: Tensor, tensors: Tensors, needs: tuple[bool, ...], places: Places, key_bias: Tensor | None

@@ -52,8 +52,8 @@ __all__ = [
 ]
 
 Tensors = tuple[Tensor, ...]
-_gelu_backward = torch.ops.aten.gelu_backward.grad_input
-_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+gelu_backward = torch.ops.aten.gelu_backward.grad_input
+layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 Pull = Callable[[Tensor], tuple[Tensor | None, tuple[Tensor | None, ...]]]
 """From the gradient of a stage's output slots to that of its input slots and of its tensors."""
 
@@ -157,7 +157,7 @@ class Gelu(Pointwise):
 
         def pull(grad: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
             grad = cast(grad, x.dtype)
-            _gelu_backward(grad, x, approximate=self.approximate, grad_input=grad)
+            gelu_backward(grad, x, approximate=self.approximate, grad_input=grad)
             return grad, ()
 
         return self.fn(x) if at.need_output else None, pull
@@ -185,7 +185,7 @@ class LayerNorm(Pointwise):
 
         def pull(grad: Tensor) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
             grad = cast(grad, x.dtype)
-            found = _layer_norm_backward(grad, x, self.shape, mean, rstd, weight, bias, mask)
+            found = layer_norm_backward(grad, x, self.shape, mean, rstd, weight, bias, mask)
             dx, *rest = [None if g is None else cast(g, t.dtype) for g, t in zip(found, given, strict=True)]
             return dx, tuple(rest)
 
@@ -269,7 +269,7 @@ class Linear(Stage):
         dy = cast(grad, dtype).reshape(-1, grad.shape[-1])
         found: tuple[Tensor | None, ...]
         if self.scaled:
-            found, weight = self._backward_scaled(x, tensors, needs, dy)
+            found, weight = self.backward_scaled(x, tensors, needs, dy)
         else:
             d_weight = None
             if needs[0]:
@@ -282,7 +282,7 @@ class Linear(Stage):
         dx = dy.mm(cast(weight, dtype)).view(*grad.shape[:-1], weight.shape[1]) if need_input else None
         return dx, found
 
-    def _backward_scaled(
+    def backward_scaled(
         self, x: Tensor | None, tensors: Tensors, needs: tuple[bool, ...], dy: Tensor
     ) -> tuple[tuple[Tensor | None, ...], Tensor]:
         """The gradients of weight, bias and scale, and the weight times the scale."""

@@ -22,7 +22,7 @@ from .._torch import is_fake, is_real, only_counts
 from ..sampling import hashed
 from .stages import cast
 
-__all__ = ["STORES", "Packed", "dither", "pack", "packs", "unpack"]
+__all__ = ["STORES", "Packed", "dither", "pack", "packs", "stored", "unpack", "unstored"]
 
 STORES = ("full", "int8")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -127,6 +127,16 @@ def unpack(given: Packed) -> Tensor:
     for some, some_codes, scale in _pieces(out.view(-1, group), codes.view(-1, group), scales.view(-1, 1)):
         some.copy_(some_codes).mul_(scale)
     return out
+
+
+def stored(tensor: Tensor, noise: Tensor, number: int, keeps_signs: bool = False) -> Tensor | Packed:
+    """A tensor packed, or as it is where that cannot be."""
+    return pack(tensor, noise, number, keeps_signs) if packs(tensor) else tensor
+
+
+def unstored(given: Tensor | Packed) -> Tensor:
+    """What was `stored`."""
+    return unpack(given) if isinstance(given, Packed) else given
 
 
 def _rows_at_once(tensor: Tensor) -> int:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..flags import check, flag
 from ..numbers import Numbers
 from ..train.config import COUNT, CROP, FROM_0, SEED, SIDE, TrainConfig, arguments
-from ..train.flags import check, flag
 
 __all__ = ["StudyConfig"]
 

@@ -12,9 +12,9 @@ import torch
 
 from ..errors import DivergedError, FileError, KeepgradError, MapTooSmallError, StoppedError
 from ..files import make_folder, written_whole
+from ..flags import write_yaml
 from ..report import Table
 from ..report import figures as report_figures
-from ..train.flags import write_yaml
 from . import figures
 from .config import StudyConfig
 from .findings import Advice, advice, code_of, front

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..adapters import find_blocks
+from ..data.images import some_of
+from ..data.order import Batches, mixed_seed
 from ..errors import ConfigError, DivergedError, InputError
 from ..fidelity import cost, fidelity
 from ..memory import saved_bytes
@@ -23,10 +25,8 @@ from ..patch import apply, exact, masks_drawn, plan, remove
 from ..sampling import IMAGE_MASKS, Layout
 from ..timing import seconds_in_turns
 from ..train.classify import Batch, Classification, evaluate
-from ..train.images import some_of
 from ..train.loop import accelerator_for
-from ..train.order import Batches, mixed_seed
-from ..train.state import read_weights, write_weights
+from ..train.loop.state import read_weights, write_weights
 from .config import StudyConfig
 from .results import Measured, Trained
 

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import models
+from ..data import digits
+from ..data.images import Source, held_out, kind_of, loader, mode_of, open_images, part_of
+from ..data.order import Batches, seeded
 from ..errors import ConfigError, InputError, KeepgradError, reason_of
 from ..report import brief
-from . import digits
 from .config import TrainConfig
-from .images import Source, held_out, kind_of, loader, mode_of, open_images, part_of
-from .order import Batches, seeded
-from .state import read_weights
-from .stop import each
+from .loop.state import read_weights
+from .loop.stop import each
 
 __all__ = ["Classification", "Metrics", "evaluate", "open_weights", "train_sources"]
 

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 from ..config import PRESETS, KeepConfig
 from ..errors import ConfigError
+from ..flags import check, flag, pairs
 from ..models import LARGEST, architecture
 from ..numbers import Numbers
 from ..ops.attention import METHODS
 from ..report import brief
 from ..sampling import MASKS, REDUCTIONS
 from ..schedule import SCHEDULES
-from .flags import check, flag, pairs
 
 R = TypeVar("R", bound="RunFlags")
 

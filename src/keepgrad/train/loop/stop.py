@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import KeepgradError, StoppedElsewhereError, reason_of
+from ...errors import KeepgradError, StoppedElsewhereError, reason_of
 
 T = TypeVar("T")
 

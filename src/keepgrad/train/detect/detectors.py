@@ -21,11 +21,11 @@ from torchvision.models.detection.rpn import RPNHead
 from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
-from .. import models
-from .._torch import tree_map_only
-from ..errors import ConfigError
+from ... import models
+from ..._torch import tree_map_only
+from ...errors import ConfigError
+from ..config import DETECTORS
 from .cascade import CascadeHeads
-from .config import DETECTORS
 
 __all__ = ["Backbone", "Detector", "detector"]
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, InputError
-from ..files import make_folder, written_whole
-from .coco import CocoFolder, Objects, average_precision, find_split, to_coco
-from .config import DetectConfig
+from ...data.coco import CocoFolder, Objects, average_precision, find_split, to_coco
+from ...data.order import Batches, Unreadable, loaded
+from ...errors import ConfigError, InputError
+from ...files import make_folder, written_whole
+from ..config import DetectConfig
+from ..loop.stop import each
 from .detectors import detector
-from .order import Batches, Unreadable, loaded
-from .stop import each
 
 __all__ = ["Detection"]
 

@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import ConfigError, StoppedError
-from ..fidelity import fidelity
-from ..files import locked
-from ..memory import peak_bytes
-from ..report import Table, readable_bytes
-from ..timing import seconds_in_turns
-from .config import RunFlags
-from .flags import write_yaml
-from .loop import Outcome, Task, Trainer, accelerator_for
+from ...errors import ConfigError, StoppedError
+from ...fidelity import fidelity
+from ...files import locked
+from ...flags import write_yaml
+from ...memory import peak_bytes
+from ...report import Table, readable_bytes
+from ...timing import seconds_in_turns
+from ..config import RunFlags
+from .trainer import Outcome, Task, Trainer, accelerator_for
 
 __all__ = ["side_by_side"]
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import ConfigError
-from ..files import text_of, written_whole
-from ..numbers import Numbers
-from ..report import brief
+from .errors import ConfigError
+from .files import text_of, written_whole
+from .numbers import Numbers
+from .report import brief
 
 __all__ = ["add_arguments", "check", "flag", "given", "make", "pairs", "read_yaml", "write_yaml"]
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ..errors import FileError
-from ..files import written_whole
-from ..report import figures, readable_bytes
+from ...errors import FileError
+from ...files import written_whole
+from ...report import figures, readable_bytes
 
 __all__ = ["Record", "peak_memory"]
 

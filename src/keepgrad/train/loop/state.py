@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from .. import models
-from ..errors import ConfigError, FileError
-from ..files import written_whole
-from ..numbers import Numbers
-from ..report import brief
+from ... import models
+from ...errors import ConfigError, FileError
+from ...files import written_whole
+from ...numbers import Numbers
+from ...report import brief
 
 __all__ = ["State", "optimizer_state_of", "read_weights", "restore", "weights_of", "write_weights"]
 

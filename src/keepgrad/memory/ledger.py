@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ._torch import TorchDispatchMode, in_backward, tree_leaves
+from .._torch import TorchDispatchMode, in_backward, tree_leaves
 
 __all__ = ["Ledger", "Record"]
 

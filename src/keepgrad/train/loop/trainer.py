@@ -20,17 +20,17 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..adapters import find_blocks
-from ..budget import checkpointed
-from ..errors import ConfigError, DivergedError, FileError, InputError, KeepgradError, StoppedError
-from ..files import locked
-from ..memory import AMP
-from ..patch import apply, exact
-from ..plan import Plan
-from ..report import brief
-from .config import RunFlags
-from .flags import write_yaml
-from .order import mixed_seed
+from ...adapters import find_blocks
+from ...budget import checkpointed
+from ...data.order import mixed_seed
+from ...errors import ConfigError, DivergedError, FileError, InputError, KeepgradError, StoppedError
+from ...files import locked
+from ...flags import write_yaml
+from ...memory import AMP
+from ...patch import apply, exact
+from ...plan import Plan
+from ...report import brief
+from ..config import RunFlags
 from .record import Record, peak_memory
 from .state import State, optimizer_state_of, restore, weights_of, write_weights
 from .stop import memory_errors_named, noted_signals, together
