@@ -33,7 +33,6 @@ from families.family import Family
 
 import keepgrad
 from keepgrad.adapters import find_blocks
-from keepgrad.report import Table
 
 OPTIONS = {"keep_ratio": 1.0}
 Found = dict[str, Tensor]

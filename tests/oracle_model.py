@@ -74,11 +74,17 @@ class _Run:
 
     def form(self, value: Tensor) -> str:
         """The form of a value inside of the branch."""
-        return self.spec.form if value.dim() > 3 or self.spec.form == "lnc" else "nlc"
+        return self.spec.form if value.dim() > 3 or self.spec.form in ("lnc", "4 frames last") else "nlc"
 
 
 JOINT = ("qkv", "query_key_value", "self_attention", "self_attn", "c_attn")
 """How the names of layers end that make q, k and v together."""
+
+
+def _turned(x: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """Rows after a class token, taken as a table of these sizes, column by column."""
+    return torch.cat([x[:, :1], x[:, 1:].unflatten(1, sizes).transpose(1, 2).flatten(1, 2)], 1)
+
 
 FORMS = {
     "nlc": (lambda x: x, lambda rows, shape: rows),
@@ -91,6 +97,8 @@ FORMS = {
         lambda x: x.transpose(1, 2).flatten(1, 2),
         lambda rows, shape: rows.unflatten(1, (shape[2], shape[1])).transpose(1, 2),
     ),
+    # A class token, and for each place its four frames.
+    "4 frames last": (lambda x: _turned(x, (-1, 4)), lambda rows, shape: _turned(rows, (4, -1))),
 }
 """How values become rows `[batch, positions, channels]`, and rows values of a shape."""
 
@@ -152,7 +160,9 @@ class _Reduced(TorchFunctionMode):
         run.positions = rows.shape[1]
         assert layout.positions == run.positions, (site.name, site.kind, layout, x.shape)
         how = (site.keep_ratio, site.mask, site.reduce)
-        if run.spec.real is None:
+        if site.keep_ratio == 1:
+            kept = None
+        elif run.spec.real is None:
             kept = draw(self.seed, layout._replace(cell=site.cell), *how)
         else:
             kept = sample_padded(torch.tensor(self.seed), run.spec.real, *how)
@@ -206,6 +216,8 @@ class _Reduced(TorchFunctionMode):
         if self.first or site.keep_ratio == 1 or site.method != "qkv" or scores != run.positions:
             return None
         bias = (run.pick.mT @ run.reduction.size.unsqueeze(-1)).squeeze(-1).log()
+        if run.spec.form == "4 frames last":
+            bias = _like(bias.view(1, -1, 1), bias, run.spec.form).flatten()
         return bias if bias.dim() == 1 else bias[:, None, None]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

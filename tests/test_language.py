@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import assert_same, spread
@@ -14,7 +16,8 @@ from keepgrad.patch import masks_drawn
 transformers = pytest.importorskip("transformers")
 
 from families.transformers import REAL, clip_model, model, words  # noqa: E402  (what they need may not be there)
-from families.transformers_text import GEMMA, GPT2, LLAMA, packed  # noqa: E402
+from families.transformers_text import FAMILIES, GEMMA, GPT2, LLAMA, packed  # noqa: E402
+from test_families import check_against_the_oracle  # noqa: E402
 
 
 def made(name: str = "LlamaForCausalLM", **options) -> nn.Module:
@@ -73,6 +76,18 @@ def test_packed_sequences_do_not_see_one_another(name):
     found, same = step(one, **inputs)
     torch.testing.assert_close(found.logits, wanted.logits)
     assert_same(same, grads, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["HF Llama", "HF Mistral", "HF Qwen 3", "HF Gemma 3", "HF GPT-2"])
+@pytest.mark.parametrize(("mask", "reduce"), [("random", "drop"), ("grid", "fold")])
+def test_reduced_packed_sequences_equal_the_oracle(name, mask, reduce):
+    family = FAMILIES[name]
+    everything = torch.ones(2, 16, dtype=torch.bool)
+    specs = {
+        layer: {kind: replace(branch, real=everything) for kind, branch in branches.items()}
+        for layer, branches in family.specs.items()
+    }
+    check_against_the_oracle(replace(family, inputs=packed, specs=specs), mask=mask, reduce=reduce)
 
 
 @pytest.mark.parametrize(

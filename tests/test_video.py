@@ -105,8 +105,10 @@ def test_frame_without_frames_is_an_error_that_says_what_to_do():
 @pytest.mark.parametrize("family", VIDEO.values(), ids=VIDEO)
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_whole_frames_equal_the_oracle(family, reduce):
-    layers = None if "V-JEPA" not in family_name(family) else lambda name: "predictor" not in name
-    check_against_the_oracle(family, mask="frame", reduce=reduce, layers=layers)
+    name = family_name(family)
+    layers = None if "V-JEPA" not in name else lambda name: "predictor" not in name
+    ratio = {"attention": 1.0, "mlp": 0.5} if name == "HF TimeSformer" else 0.5  # its attention is inside of frames
+    check_against_the_oracle(family, ratio, mask="frame", reduce=reduce, layers=layers)
 
 
 def family_name(family) -> str:
@@ -119,6 +121,65 @@ def test_a_sequence_of_chosen_patches_has_no_frames(name):
     keepgrad.apply(model, keep_ratio=0.5, mask="frame")
     with pytest.raises(InputError, match=r"predictor.layer.0 \(attention\): mask='frame'.*30, without frames"):
         VIDEO[name].run(model)
+
+
+TIMESFORMER = pytest.mark.skipif("HF TimeSformer" not in FAMILIES, reason="no transformers")
+
+
+@TIMESFORMER
+def test_the_masks_of_timesformer_are_over_frames_places_and_clips():
+    family = VIDEO["HF TimeSformer"]
+    model = family.model()
+    plan = keepgrad.apply(model, keep_ratio=0.5)
+    assert [site.name.rpartition(".")[2] for site in plan.sites if site.kind == "attention"] == [
+        *("0", "temporal_attention", "1", "temporal_attention")
+    ]
+    family.run(model).sum().backward()
+    assert set(masks_drawn(model)) == {Layout((4, 1, 1)), Layout((4, 4), 1), Layout((4, 4, 4), 1)}
+    keepgrad.remove(model)
+    keepgrad.apply(model, keep_ratio=0.5, mask="frame")
+    with pytest.raises(InputError, match=r"encoder.layer.0 \(attention\): mask='frame'.*4x4, without frames"):
+        family.run(model)
+
+
+@TIMESFORMER
+def test_timesformer_with_dropout_is_a_sequence_and_draws_what_it_draws():
+    """Rows are laid out frame by frame only where no dropout is drawn for them."""
+    family = VIDEO["HF TimeSformer"]
+    model = family.model()
+    for layer in model.encoder.layer:
+        layer.output.dropout.p = 0.3
+    torch.manual_seed(3)
+    wanted = family.run(model)
+    keepgrad.apply(model, keep_ratio={"attention": 1.0, "mlp": 0.5})
+    torch.manual_seed(3)
+    torch.testing.assert_close(family.run(model), wanted)
+    assert set(masks_drawn(model)) == {Layout((64,), 1)}
+
+
+@TIMESFORMER
+@pytest.mark.parametrize("options", [{"attention_type": "space_only"}, {"drop_path_rate": 1}])
+def test_other_layers_of_timesformer(options):
+    """Attention in each frame alone, and drop path, which forgets the whole branch in the last layer here."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48}
+    config = transformers.TimesformerConfig(**sizes, image_size=16, patch_size=8, num_frames=3, **options)
+    model = transformers.TimesformerModel(config).train().double()
+    x = clips(3, 16, torch.float64)
+    if "drop_path_rate" in options:
+        model.encoder.layer[1].drop_path.drop_prob = 0.5
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        out = model(x).last_hidden_state
+        model.zero_grad()
+        out.square().sum().backward()
+        found.append((out, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+        if len(found) == 1:
+            keepgrad.apply(model, preset="exact")
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.skipif("torchvision Swin3D" not in FAMILIES, reason="no torchvision")

@@ -103,6 +103,7 @@ EXAMPLES = (
     Example("SigLIP, vision", "transformers:SiglipVisionModel"),
     Example("VideoMAE", "transformers:VideoMAEModel"),
     Example("ViViT", "transformers:VivitModel num_frames=16"),
+    Example("TimeSformer", "transformers:TimesformerModel"),
     Example("V-JEPA 2", f"transformers:VJEPA2Model {SMALL_VJEPA} pred_num_hidden_layers=2"),
     Example("Llama", f"transformers:LlamaModel {SMALL_LLAMA}"),
     Example("Mistral", f"transformers:MistralModel {SMALL_LLAMA}"),

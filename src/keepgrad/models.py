@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .adapters.items import path_of
+from .adapters.registry import REGISTRY
 from .errors import ConfigError, KeepgradError, reason_of
 from .numbers import Numbers
 
@@ -189,10 +191,15 @@ def _transformers(name: str, **options: Any) -> nn.Module:
 
 def frames_of(model: nn.Module) -> int | None:
     """How many frames the clips have that a video model is given; None for other models."""
-    if not any(isinstance(module, nn.Conv3d) for module in model.modules()):
+    if not any(isinstance(module, nn.Conv3d) or _is_of_clips(module) for module in model.modules()):
         return None
     config = getattr(model, "config", None)
     return getattr(config, "num_frames", getattr(config, "frames_per_clip", FRAMES))
+
+
+def _is_of_clips(module: nn.Module) -> bool:
+    adapter = REGISTRY.get(path_of(module))
+    return adapter is not None and adapter.has_frames
 
 
 def size_of(model: Any, given: int | None) -> tuple[int, int, int]:

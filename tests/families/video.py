@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -144,6 +145,23 @@ def predicted(out) -> Tensor:
     return torch.cat([out.last_hidden_state, out.predictor_output.last_hidden_state], 1)
 
 
+TIMESFORMER = {**VIDEO, "patch_size": 8}
+OLD_JOINT = ("attention.attention.qkv", "attention.output.dense")
+
+
+def timesformer_layer(block: Layout, form: str) -> dict[str, Branch]:
+    """The branches of a layer; the positions of its MLP are those of the clip."""
+    found = layer(block, NORMS, OLD_JOINT, "attention.output.dropout output.dropout", "output.dense")
+    return {"attention": found["attention"], "mlp": replace(found["mlp"], layout=Layout((4, 4, 4), 1), form=form)}
+
+
+TIMESFORMER_LAYER = timesformer_layer(Layout((4, 4), 1), "4 frames last")
+OVER_TIME = Branch(
+    *("", "", Layout((4, 1, 1))), last=("output.dense",), out="output.dense", query="attention.qkv", heads=3
+)
+JOINT_LAYER = timesformer_layer(Layout((4, 4, 4), 1), "4 frames last")
+JOINT_LAYER["attention"] = replace(JOINT_LAYER["attention"], form="4 frames last")
+
 FAMILIES: dict[str, Family] = {}
 if find_spec("torchvision") is not None:
     # 3 x 5 x 5 patches, which are padded to 4 x 8 x 8.
@@ -175,4 +193,16 @@ if find_spec("transformers") is not None:
         vjepa2_inputs,
         {"VJEPA2Layer": VJEPA2_LAYER},
         output=predicted,
+    )
+    FAMILIES["HF TimeSformer"] = Family(
+        partial(transformers_model, "TimesformerModel", **TIMESFORMER),
+        partial(clips, 4, 32),
+        {"TimesformerLayer": TIMESFORMER_LAYER, "TimeSformerAttention": {"attention": OVER_TIME}},
+        output=hidden,
+    )
+    FAMILIES["HF TimeSformer, joint"] = Family(
+        partial(transformers_model, "TimesformerModel", **TIMESFORMER, attention_type="joint_space_time"),
+        partial(clips, 4, 32),
+        {"TimesformerLayer": JOINT_LAYER},
+        output=hidden,
     )

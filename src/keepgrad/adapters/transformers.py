@@ -47,6 +47,7 @@ VIT = {
 BEIT = {"beit": "Beit", "data2vec/data2vec_vision": "Data2VecVision"}
 DINOV3 = {"dinov3_vit": "DINOv3ViT"}
 VJEPA2 = {"vjepa2": "VJEPA2"}
+TIMESFORMER = {"timesformer": "Timesformer"}
 CLIP = {
     **{"clip": "CLIP", "altclip": "AltCLIP", "clipseg": "CLIPSeg", "metaclip_2": "MetaClip2", "x_clip": "XCLIP"},
     **{"owlvit": "OwlViT", "owlv2": "Owlv2"},
@@ -59,12 +60,11 @@ SIGLIP = {
 SWIN = {"swin": "Swin", "donut/donut_swin": "DonutSwin", "clap": "ClapAudio"}
 CONVNEXT = {"convnext": "ConvNext", "convnextv2": "ConvNextV2", "dinov3_convnext": "DINOv3ConvNext"}
 
-EVERY = {**VIT, **BEIT, **DINOV3, **VJEPA2, **CLIP, **CHINESE_CLIP, **SIGLIP, **SWIN, **CONVNEXT}
+EVERY = {**VIT, **BEIT, **DINOV3, **VJEPA2, **TIMESFORMER, **CLIP, **CHINESE_CLIP, **SIGLIP, **SWIN, **CONVNEXT}
 SCALES.update(dict.fromkeys(classes(EVERY, "LayerScale"), "lambda1"))
 STEPS.update(dict.fromkeys(classes(EVERY, "DropPath"), drop_path))
-STEPS.update(
-    dict.fromkeys(classes({"dinov3_vit": "Dinov3ViT", "dinov3_convnext": "Dinov3Convnext"}, "DropPath"), drop_path)
-)
+OTHER_NAMES = {"dinov3_vit": "Dinov3ViT", "dinov3_convnext": "Dinov3Convnext", "timesformer": "TimeSformer"}
+STEPS.update(dict.fromkeys(classes(OTHER_NAMES, "DropPath"), drop_path))
 STEPS.update(dict.fromkeys(classes(CONVNEXT, "LayerNorm"), layer_norm))
 
 
@@ -122,10 +122,11 @@ def attention(layer: nn.Module, m: Any, **more: Any) -> Attention:
     """The attention `m` of a layer."""
     inner = inner_of(m)
     check_own(layer, *([m] if inner is m else [m, inner, m.output]), called=m)
-    drop = one_of(inner, "attention_dropout", "dropout_prob", "dropout")
+    drop = one_of(inner, "attention_dropout", "dropout_prob", "dropout", "attn_drop")
     if isinstance(drop, nn.Dropout) and "Sdpa" in type(inner).__name__:  # where that module is not called
         drop = inner.config.attention_probs_dropout_prob
-    project = [one_of(inner, *names) for names in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))]
+    names = (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))
+    project = [inner.qkv] if hasattr(inner, "qkv") else [one_of(inner, *some) for some in names]
     if hasattr(inner, "q_bias"):  # VideoMAE reads the weights of these layers and does not call them
         biases = (lambda: inner.q_bias, lambda: None, lambda: inner.v_bias)
         project = [LinearOf(partial(getattr, one, "weight"), bias) for one, bias in zip(project, biases, strict=True)]

@@ -1,4 +1,5 @@
-"""Families for clips whose layers are not those of images: torchvision's Swin3D and MViT, transformers' V-JEPA 2.
+"""Families for clips whose layers are not those of images: torchvision's Swin3D and MViT, transformers' V-JEPA 2 and
+TimeSformer.
 
 transformers' VideoMAE and ViViT are layers of a ViT (`transformers.py`), the blocks of Swin3D those of Swin
 (`torchvision.py`). Positions are `(frames, height, width)`.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .._torch import has_hooks
@@ -18,7 +20,7 @@ from .modules import is_plain
 from .registry import Adapter, RunBranch, adapts
 from .timm_windows import probe
 from .torchvision import MODELS, SwinAttention
-from .transformers import VJEPA2, EncoderLayer, attention, classes
+from .transformers import TIMESFORMER, VJEPA2, EncoderLayer, arguments, attention, check_call, classes
 
 
 @adapts(f"{MODELS}video.swin_transformer.ShiftedWindowAttention3d")
@@ -103,3 +105,63 @@ class Vjepa2Layer(EncoderLayer):
         if mask is not None:  # [batch, heads, n], the same for all heads; as [batch, 1, 1, n], as masks are
             numbers = [one[:, :1].unsqueeze(1) for one in numbers]
         return {"attn_mask": None, "rope": tuple(numbers), "given": {"position_mask": mask}}
+
+
+@adapts(*classes(TIMESFORMER, "Layer"))
+class TimesformerLayer(EncoderLayer):
+    """Attention among the frames of each place, then among the places of each frame, then the MLP.
+
+    The first is a block of its own, whose norm and last layer stay outside. A place is a sample there, and a frame is
+    one in the second, so their masks are over `(frames,)` and `(height, width)`.
+    """
+
+    has_frames = True
+
+    def modules(self, m: Any) -> list[nn.Module]:
+        return [m, m.temporal_attention] if m.attention_type == "divided_space_time" else [m]
+
+    def branches(self, m: Any) -> dict[str, Any]:
+        return super().branches(m) if hasattr(m, "intermediate") else {"attention": [attention(m, m)]}
+
+    def covers(self, m: Any) -> bool:
+        return {name.removeprefix("temporal_") for name, _ in m.named_children()} <= PARTS
+
+    def layer(self, m: Any, run: RunBranch, *args: Any, **kwargs: Any) -> Any:
+        given = arguments(m, args, kwargs)
+        x = given.pop("hidden_states")
+        check_call(m, given, ())
+        if not hasattr(m, "intermediate"):
+            return (run("attention", x, None, (x.shape[1], 1, 1), given={}),)
+        if m.attention_type == "space_only":
+            return super().layer(m, run, x)
+        frames, wide = m.config.num_frames, m.config.image_size // m.config.patch_size
+        token, rows = x[:, :1], x[:, 1:].unflatten(1, (-1, frames))  # [batch, places, frames, channels]
+        places = rows.shape[1]
+        # Dropout draws for the rows in the order of the model, so with it they stay there, as a sequence.
+        has_dropout = any(one.p > 0 for one in (m.intermediate.dropout, m.output.dropout, m.attention.output.dropout))
+        shape = (places * frames,) if has_dropout else (frames, places // wide, wide)
+
+        def laid(rows: Tensor) -> Tensor:
+            return rows if has_dropout else rows.transpose(1, 2)
+
+        if m.attention_type == "joint_space_time":
+            x = torch.cat([token, laid(rows).flatten(1, 2)], 1)
+            x = run("attention", x, x, shape, given={})
+        else:
+            attended = m.drop_path(m.temporal_attention(m.temporal_layernorm(rows.flatten(0, 1)))[0])
+            rows = (rows + m.temporal_dense(attended.unflatten(0, (-1, places)))).transpose(1, 2)
+            maps = torch.cat([token.unsqueeze(1).expand(-1, frames, -1, -1), rows], 2).flatten(0, 1)
+            out = run("attention", maps, None, (places // wide, wide), given={}).unflatten(0, (-1, frames))
+            rows = (rows + out[:, :, 1:]).transpose(1, 2)
+            x = torch.cat([token + out[:, :, 0].mean(1, True), laid(rows).flatten(1, 2)], 1)
+        x = run("mlp", x, x, shape)
+        if not has_dropout:
+            rows = x[:, 1:].unflatten(1, (frames, places)).transpose(1, 2)
+            x = torch.cat([x[:, :1], rows.flatten(1, 2)], 1)
+        return (x,)
+
+
+PARTS = {
+    *("layernorm_before", "layernorm_after", "layernorm", "attention", "intermediate", "output", "drop_path", "dense")
+}
+"""The parts of a layer of TimeSformer, and those of its attention."""
