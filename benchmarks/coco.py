@@ -22,14 +22,14 @@ from pathlib import Path
 import torch
 from rich.progress import Progress
 
-import keepgrad
 from keepgrad.files import written_whole
-from keepgrad.report import figures
+from keepgrad.methods import FULL, Method, kept
+from keepgrad.report import Table, figures
 from keepgrad.train.config import DetectConfig
 from keepgrad.train.detect import Batch, Detection
 from keepgrad.train.loop import accelerator_for
 
-METHODS = {"full backprop": None, "keepgrad default": {}, "keepgrad paper": {"preset": "paper"}}
+METHODS = {method.name: method for method in (FULL, kept(), kept(preset="paper"))}
 COLUMNS = ("method", "step", "loss", "box_ap50", "mask_ap50", "versions")
 SMOOTH = 25  # steps that a point of the curve is the mean of
 
@@ -41,24 +41,23 @@ def batches(task: Detection) -> Iterator[Batch]:
         epoch += 1
 
 
-def run(options: dict | None, config: DetectConfig, steps: int, advance: object) -> tuple[list[float], dict]:
+def run(method: Method, config: DetectConfig, steps: int, advance: object) -> tuple[list[float], dict]:
     task = Detection(config, accelerator_for(config))
     model = task.model.train()
-    if options is not None:
-        keepgrad.apply(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, total_iters=steps // 10)
     losses = []
-    for number, batch in zip(range(steps), batches(task), strict=False):
-        torch.manual_seed(number)
-        loss = task.loss(model, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-        advance()
+    with method.put_on(model):
+        for number, batch in zip(range(steps), batches(task), strict=False):
+            torch.manual_seed(number)
+            loss = task.loss(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+            advance()
     return losses, task.evaluate(model.eval())
 
 
@@ -75,7 +74,7 @@ def show(path: Path) -> None:
     figure = figures().Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     print(*dict.fromkeys(row["versions"] for row in rows), sep="; ")
-    print(f"\n| method | loss, first {SMOOTH} steps | last {SMOOTH} steps | box AP50 | mask AP50 |\n|" + " --- |" * 5)
+    table = []
     for name in METHODS:
         own = [row for row in rows if row["method"] == name]
         losses = [float(row["loss"]) for row in own]
@@ -84,7 +83,9 @@ def show(path: Path) -> None:
         means = [statistics.mean(losses[n - SMOOTH : n]) for n in range(SMOOTH, len(losses) + 1)]
         axes.plot(range(SMOOTH, len(losses) + 1), means, label=name)
         box, mask = (float(own[-1][key]) for key in ("box_ap50", "mask_ap50"))
-        print(f"| {name} | {means[0]:.3f} | {means[-1]:.3f} | {box:.2%} | {mask:.2%} |")
+        table.append((name, f"{means[0]:.3f}", f"{means[-1]:.3f}", f"{box:.2%}", f"{mask:.2%}"))
+    head = ("method", f"loss, first {SMOOTH} steps", f"last {SMOOTH} steps", "box AP50", "mask AP50")
+    print(Table("", head, table).to_markdown())
     axes.set(xlabel="step", ylabel=f"loss, mean of {SMOOTH} steps")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -119,12 +120,12 @@ def main() -> None:
     )
     versions = f"torch {torch.__version__}, {platform.machine()} CPU, {args.threads} threads"
     with Progress() as progress:
-        for name, options in METHODS.items():
+        for name, method in METHODS.items():
             rows = read(args.output)
             if any(row["method"] == name for row in rows):
                 continue
             bar = progress.add_task(name, total=args.steps)
-            losses, metrics = run(options, config, args.steps, lambda bar=bar: progress.advance(bar))
+            losses, metrics = run(method, config, args.steps, lambda bar=bar: progress.advance(bar))
             for step, loss in enumerate(losses, 1):
                 last = step == len(losses)
                 precision = [round(metrics[key], 5) if last else "" for key in ("box_ap50", "mask_ap50")]

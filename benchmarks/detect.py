@@ -22,21 +22,12 @@ from rich.console import Console
 from torch import Tensor
 
 import keepgrad
-from keepgrad.baseline import algorithm1
-from keepgrad.report import readable_bytes
+from keepgrad.methods import METHODS
+from keepgrad.report import Table, readable_bytes
 from keepgrad.train.detect import Detector, detector
 
-METHODS = {
-    "full backprop": lambda model: None,
-    "checkpointing": lambda model: model.set_grad_checkpointing(),
-    "Algorithm 1, the paper's layers": lambda model: algorithm1(model, keepgrad.KeepConfig(preset="paper")),
-    "keepgrad exact": lambda model: keepgrad.apply(model, preset="exact"),
-    "keepgrad paper": lambda model: keepgrad.apply(model, preset="paper"),
-    "keepgrad accurate (default)": lambda model: keepgrad.apply(model),
-    "keepgrad small, full": lambda model: keepgrad.apply(model, preset="small", store="full"),
-    "keepgrad small": lambda model: keepgrad.apply(model, preset="small"),
-    "keepgrad 0.25, save input": lambda model: keepgrad.apply(model, keep_ratio=0.25, save="input"),
-}
+NAMES = ("exact", "paper", "accurate (default)", "small, full", "small", "0.25, save input")
+CHOSEN = ("full backprop", "checkpointing", "Algorithm 1, the paper's layers", *(f"keepgrad {name}" for name in NAMES))
 PAPER = {  # without SBP and at 0.5, GB a GPU with 2 images, and the two ratios' quotient
     ("mask_rcnn", "convnext_tiny"): "8.6 / 5.9 GB, 0.69x",
     ("cascade_mask_rcnn", "convnext_base"): "17.4 / 12.5 GB, 0.72x",
@@ -57,7 +48,6 @@ def one(args: argparse.Namespace) -> None:
     """Measure one method, and print its report as JSON."""
     torch.manual_seed(0)
     model: Detector = detector(args.detector, args.backbone, 80, sizes=(args.height,), max_size=args.width).train()
-    METHODS[args.method](model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -72,7 +62,8 @@ def one(args: argparse.Namespace) -> None:
         optimizer.step()
 
     start = time.perf_counter()
-    report = keepgrad.measure(step, model=model)
+    with METHODS[args.method].put_on(model):
+        report = keepgrad.measure(step, model=model)
     print(json.dumps({**report.to_dict(), "seconds": time.perf_counter() - start, "modules": {}}))
 
 
@@ -83,14 +74,14 @@ def main() -> None:
     parser.add_argument("--height", type=int, default=800)
     parser.add_argument("--width", type=int, default=1333)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--method", choices=list(METHODS), help="measure this method alone, and print JSON")
+    parser.add_argument("--method", choices=CHOSEN, help="measure this method alone, and print JSON")
     args = parser.parse_args()
     if args.method:
         one(args)
         return
     console = Console(stderr=True)
     rows: dict[str, dict] = {}
-    for name in METHODS:
+    for name in CHOSEN:
         with console.status(name):
             done = subprocess.run([sys.executable, *sys.argv, "--method", name], capture_output=True, text=True)
         if done.returncode:
@@ -98,18 +89,19 @@ def main() -> None:
             continue
         rows[name] = json.loads(done.stdout.splitlines()[-1])
         console.print(f"{name}: {readable_bytes(rows[name]['total'])}")
-    print(
+    title = (
         f"{args.detector}, {args.backbone}, {args.batch} images of {args.height}x{args.width}, fp32, AdamW; "
         f"torch {torch.__version__}, {platform.machine()} CPU; the paper at 0.5: "
-        f"{PAPER.get((args.detector, args.backbone), 'not measured')}\n"
+        f"{PAPER.get((args.detector, args.backbone), 'not measured')}"
     )
-    print("| method | peak |  | activations | temporary | weights, gradients, optimizer |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    cells = []
     for name, row in rows.items():
         ratio = f"{row['total'] / rows['full backprop']['total']:.2f}x" if "full backprop" in rows else "-"
         fixed = row["parameters"] + row["gradients"] + row["optimizer"]
-        parts = (row["total"], ratio, row["activations"], row["temporary"], fixed)
-        print("| " + " | ".join([name, *(p if isinstance(p, str) else readable_bytes(p) for p in parts)]) + " |")
+        parts = (readable_bytes(size) for size in (row["activations"], row["temporary"], fixed))
+        cells.append((name, readable_bytes(row["total"]), ratio, *parts))
+    head = ("method", "peak", "", "activations", "temporary", "weights, gradients, optimizer")
+    print(Table(title, head, cells).to_markdown())
 
 
 if __name__ == "__main__":

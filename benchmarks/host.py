@@ -1,7 +1,7 @@
 """What a training step costs the host: the time of Python and of launching operations, on tensors too small to matter.
 
     python benchmarks/host.py [--rounds 15] [--markdown]
-    python benchmarks/host.py --profile accurate [--model ViT]      # the functions in which it is spent
+    python benchmarks/host.py --profile "keepgrad 0.5" [--model ViT]      # the functions in which it is spent
 
 On an accelerator the host launches kernels ahead of the device; where it falls behind, the device waits. One thread,
 tiny models of timm: a ViT of 12 blocks and a ConvNeXt of 18. All methods take turns; "time" is the median relative to
@@ -12,11 +12,11 @@ views, taken as the difference between models of two depths.
 from __future__ import annotations
 
 import argparse
-import copy
 import cProfile
 import platform
 import pstats
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import timm
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import keepgrad
+from keepgrad.methods import METHODS
 from keepgrad.report import Table
 from keepgrad.timing import seconds_in_turns
 
@@ -44,27 +44,16 @@ MODELS: dict[str, tuple[Make, int, int]] = {
         64,
     ),
 }
-METHODS: dict[str, dict[str, Any] | None] = {
-    "plain": None,
-    "exact": {"preset": "exact"},
-    "accurate": {"preset": "accurate"},
-    "small, full": {"preset": "small", "store": "full"},
-    "small": {"preset": "small"},
-    "0.5": {"keep_ratio": 0.5},
-    "balanced": {"preset": "balanced"},
-    "exact, int8": {"preset": "exact", "store": "int8"},
-    "accurate, int8": {"preset": "accurate", "store": "int8"},
-    "checkpointing": None,
-}
+NAMES = ("exact", "accurate (default)", "small, full", "small", "0.5", "balanced", "exact, int8", "accurate, int8")
+CHOSEN = ("full backprop", *(f"keepgrad {name}" for name in NAMES), "checkpointing")
+
+ON = ExitStack()  # keeps methods on their models
 
 
 def built(make: Make, depth: int, method: str) -> nn.Module:
     torch.manual_seed(0)
     model = make(depth).train()
-    if method == "checkpointing":
-        model.set_grad_checkpointing()
-    elif METHODS[method] is not None:
-        keepgrad.apply(model, **METHODS[method])
+    ON.enter_context(METHODS[method].put_on(model))
     return model
 
 
@@ -107,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), help="this model only")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--profile", choices=list(METHODS), metavar="METHOD", help="where the time of this method goes")
+    parser.add_argument("--profile", choices=CHOSEN, metavar="METHOD", help="where the time of this method goes")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -124,23 +113,19 @@ def main() -> None:
         profiler.disable()
         pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
         return
-    rows = {name: [name] for name in METHODS}
+    rows = {name: [name] for name in CHOSEN}
     for make, depth, size in chosen.values():
         x = torch.randn(2, 3, size, size)
-        models = {name: built(make, depth, name) for name in METHODS}
-        steps = {name: lambda m=m, x=x: [step(m, x) for _ in range(3)] for name, m in copy.copy(models).items()}
+        models = {name: built(make, depth, name) for name in CHOSEN}
+        steps = {name: lambda m=m, x=x: [step(m, x) for _ in range(3)] for name, m in models.items()}
         seconds = seconds_in_turns(steps, args.rounds)
-        for name in METHODS:
-            rows[name] += [f"{seconds[name] / seconds['plain']:.2f}x", f"{kernels_a_block(make, name, x):g}"]
-        rows["plain"][-2] += f" ({1e3 * seconds['plain'] / 3 / depth:.2f} ms a block)"
+        for name in CHOSEN:
+            rows[name] += [f"{seconds[name] / seconds['full backprop']:.2f}x", f"{kernels_a_block(make, name, x):g}"]
+        rows["full backprop"][-2] += f" ({1e3 * seconds['full backprop'] / 3 / depth:.2f} ms a block)"
     head = ("method", *(cell for name in chosen for cell in (f"{name}, time", "kernels")))
     title = f"torch {torch.__version__}, timm {timm.__version__}, {platform.machine()} CPU, 1 thread"
-    if args.markdown:
-        print(f"{title}\n")
-        for cells in (head, ("---",) * len(head), *rows.values()):
-            print("| " + " | ".join(cells) + " |")
-    else:
-        print(Table(title, head, [tuple(row) for row in rows.values()]).to_text())
+    table = Table(title, head, [tuple(row) for row in rows.values()])
+    print(table.to_markdown() if args.markdown else table.to_text())
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 import keepgrad
 from keepgrad.memory import saved_bytes
+from keepgrad.report import Table
 
 COLUMNS = ("setting", "seed", "loss", "train_loss", "cosine", "time", "saved", "steps", "versions")
 LENGTH, BATCH, STEPS, LEARNING_RATE, SEEDS = 256, 16, 300, 2e-3, 2
@@ -195,8 +196,7 @@ def show(path: Path) -> None:
     rows = read(path)
     print(*dict.fromkeys(row["versions"] for row in rows), sep="; ")
     plain = {row["seed"]: float(row["loss"]) for row in rows if row["setting"] == "full backprop"}
-    print("\n| setting | held-out loss | seeds | against full backprop | cosine | saved | time |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    table: list[tuple[str, ...]] = []
     for name in SETTINGS:
         some = [row for row in rows if row["setting"] == name]
         if not some:
@@ -206,8 +206,10 @@ def show(path: Path) -> None:
         against = f"{statistics.mean(pairs):+.3f}{spread}" if pairs else "-"
         mean = {key: statistics.mean(float(row[key]) for row in some) for key in ("loss", "cosine")}
         median = {key: statistics.median(float(row[key]) for row in some) for key in ("time", "saved")}
-        cells = (name, f"{mean['loss']:.3f}", len(some), against, f"{mean['cosine']:.3f}")
-        print("| " + " | ".join(map(str, (*cells, f"{median['saved']:.2f}x", f"{median['time']:.2f}x"))) + " |")
+        cells = (name, f"{mean['loss']:.3f}", str(len(some)), against, f"{mean['cosine']:.3f}")
+        table.append((*cells, f"{median['saved']:.2f}x", f"{median['time']:.2f}x"))
+    head = ("setting", "held-out loss", "seeds", "against full backprop", "cosine", "saved", "time")
+    print(Table("", head, table).to_markdown())
 
 
 def main() -> None:

@@ -18,23 +18,17 @@ import argparse
 import platform
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-import keepgrad
 from keepgrad.memory import saved_bytes
+from keepgrad.methods import CHECKPOINTING, FULL, Method, kept
+from keepgrad.report import Table
 from keepgrad.timing import seconds_in_turns
 
-SETTINGS: dict[str, dict | None] = {
-    "full backprop": None,
-    "transformers' gradient checkpointing": None,
-    "exact": {"preset": "exact"},
-    "text (default)": {},
-    "text, save input": {"preset": "text", "save": "input"},
-}
+METHODS = (FULL, CHECKPOINTING, kept(preset="exact"), kept(preset="text"), kept(preset="text", save="input"))
 
 
 def make(layers: int) -> nn.Module:
@@ -60,32 +54,10 @@ def adapted(model: nn.Module, rank: int, dropout: float) -> nn.Module:
     return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_dropout=dropout, target_modules=names)).train()
 
 
-def set_up(name: str, model: nn.Module) -> None:
-    options = SETTINGS[name]
-    if options is not None:
-        keepgrad.apply(model, **options)
-    elif "checkpointing" in name:
-        checkpointing(model, "enable")
-
-
-def take_off(name: str, model: nn.Module) -> None:
-    if SETTINGS[name] is not None:
-        keepgrad.remove(model)
-    elif "checkpointing" in name:
-        checkpointing(model, "disable")
-
-
-def checkpointing(model: Any, what: str) -> None:
-    """transformers calls it by another name from 5.23 on."""
-    name = next(name for name in ("activation", "gradient") if hasattr(model, f"{name}_checkpointing_{what}"))
-    getattr(model, f"{name}_checkpointing_{what}")()
-
-
-def step(name: str, model: nn.Module, ids: Tensor) -> None:
-    """A training step without its loss. Setting up is a matter of milliseconds."""
-    set_up(name, model)
-    model(ids).last_hidden_state.square().mean().backward()
-    take_off(name, model)
+def step(method: Method, model: nn.Module, ids: Tensor) -> None:
+    """A training step without its loss. Putting a method on is a matter of milliseconds."""
+    with method.put_on(model):
+        model(ids).last_hidden_state.square().mean().backward()
 
 
 def main() -> None:
@@ -101,18 +73,23 @@ def main() -> None:
     if args.lora:
         model = adapted(model, args.lora, args.lora_dropout)
     saved = {}
-    for name in SETTINGS:
-        set_up(name, model)
-        saved[name] = saved_bytes(lambda: model(ids).last_hidden_state, model)
-        take_off(name, model)
-    steps: dict[str, Callable[[], object]] = {name: partial(step, name, model, ids) for name in SETTINGS}
+    for method in METHODS:
+        with method.put_on(model):
+            saved[method.name] = saved_bytes(lambda: model(ids).last_hidden_state, model)
+    steps: dict[str, Callable[[], object]] = {method.name: partial(step, method, model, ids) for method in METHODS}
     seconds = seconds_in_turns(steps, args.time) if args.time else {}
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()} CPU\n")
-    print("| setting | saved, MB | saved |" + (" time |" if seconds else ""))
-    print("| --- | --- | --- |" + (" --- |" if seconds else ""))
-    for name, count in saved.items():
-        row = f"| {name} | {count / 2**20:.0f} | {count / saved['full backprop']:.2f}x |"
-        print(row + (f" {seconds[name] / seconds['full backprop']:.2f}x |" if seconds else ""))
+    rows = [
+        (
+            name,
+            f"{count / 2**20:.0f}",
+            f"{count / saved[FULL.name]:.2f}x",
+            *([f"{seconds[name] / seconds[FULL.name]:.2f}x"] if seconds else []),
+        )
+        for name, count in saved.items()
+    ]
+    head = ("method", "saved, MB", "saved", *(["time"] if seconds else []))
+    title = f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()} CPU"
+    print(Table(title, head, rows).to_markdown())
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from torchvision.transforms import v2
 
 import keepgrad
 from keepgrad.memory import saved_bytes
+from keepgrad.report import Table
 
 VIT = {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 6, "num_heads": 4, "num_classes": 10}
 MODELS = {
@@ -108,14 +109,12 @@ def finished(path: Path) -> set[tuple[str, str]]:
 def show(path: Path) -> None:
     """Print a result file as Markdown."""
     with path.open(newline="") as file:
-        head, *rows = csv.reader(file)
-    print(head[-1])
+        first, *rows = csv.reader(file)
+    print(first[-1])
+    head = ("setting", "cosine", "norm ratio", "cosine of the mean", "bytes")
     for title, step in dict.fromkeys((row[0], row[1]) for row in rows):
-        print(f"\n{title}, step {step}\n\n| setting | cosine | norm ratio | cosine of the mean | bytes |")
-        print("| --- | --- | --- | --- | --- |")
-        for row in rows:
-            if row[:2] == [title, step]:
-                print(f"| {row[2]} | " + " | ".join(f"{float(value):.3f}" for value in row[3:]) + " |")
+        own = [(row[2], *(f"{float(v):.3f}" for v in row[3:])) for row in rows if row[:2] == [title, step]]
+        print(Table(f"\n{title}, step {step}", head, own).to_markdown())
 
 
 def endless(loader: torch.utils.data.DataLoader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -136,13 +136,8 @@ def main() -> None:
             F.cross_entropy(model(batch[0]), batch[1]).backward()
             optimizer.step()
         rows = list(measure(model, batch))
-        name = f"{title}, after {args.steps} steps"
-        if not args.markdown:
-            print(Table(name, head, rows).to_text())
-            continue
-        print(f"\n{name}\n")
-        for cells in (head, ("---",) * len(head), *rows):
-            print("| " + " | ".join(cells) + " |")
+        table = Table(f"\n{title}, after {args.steps} steps", head, rows)
+        print(table.to_markdown() if args.markdown else table.to_text())
 
 
 if __name__ == "__main__":

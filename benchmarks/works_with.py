@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import logging
+import platform
 import sys
 import tempfile
 import warnings
@@ -19,7 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch
+import timm
 import torch
+import torchvision
+import transformers
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -42,6 +47,10 @@ class Task(nn.Module):
 
     def forward(self, index: Tensor | None = None) -> dict[str, Tensor]:
         return {"loss": self.family.run(self.net).square().mean()}
+
+
+def say(where: str, error: Exception) -> None:
+    print(f"{where}: {type(error).__name__}: {str(error).strip().splitlines()[0]}", file=sys.stderr)
 
 
 def gradients(family: Family, model: nn.Module, called: nn.Module | None = None) -> Found:
@@ -90,13 +99,18 @@ def fsdp2(family: Family, model: nn.Module) -> Found:
 
 
 def compiled(family: Family, model: nn.Module) -> Found:
-    torch.compiler.reset()
-    return gradients(family, model, torch.compile(model, backend="aot_eager"))
+    """By the backend that takes seconds; where torch fails in that, by the one of torch.compile's default."""
+    try:
+        torch.compiler.reset()
+        return gradients(family, model, torch.compile(model, backend="aot_eager"))
+    except RuntimeError as error:
+        say("torch.compile, aot_eager", error)
+        torch.compiler.reset()
+        model.zero_grad()
+        return gradients(family, model, torch.compile(model))
 
 
 def trainer(family: Family, model: nn.Module, *callbacks: Any) -> Found:
-    import transformers
-
     with tempfile.TemporaryDirectory() as folder:
         quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "dataloader_pin_memory": False}
         args = transformers.TrainingArguments(folder, max_steps=1, optim="sgd", use_cpu=True, logging_steps=9, **quiet)
@@ -106,10 +120,8 @@ def trainer(family: Family, model: nn.Module, *callbacks: Any) -> Found:
     return dict(model.named_parameters())
 
 
-def lightning(family: Family, model: nn.Module, *callbacks: Any) -> Found:
-    from lightning.pytorch import LightningModule, Trainer
-
-    class Module(LightningModule):
+def fit(family: Family, model: nn.Module, *callbacks: Any) -> Found:
+    class Module(lightning.pytorch.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = model
@@ -120,7 +132,7 @@ def lightning(family: Family, model: nn.Module, *callbacks: Any) -> Found:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    one = Trainer(accelerator="cpu", max_steps=1, barebones=True, callbacks=list(callbacks))
+    one = lightning.pytorch.Trainer(accelerator="cpu", max_steps=1, barebones=True, callbacks=list(callbacks))
     one.fit(Module(), torch.utils.data.DataLoader([0]))
     return dict(model.named_parameters())
 
@@ -148,7 +160,7 @@ LOOPS: dict[str, Callable[..., Found]] = {
     "FSDP2": fsdp2,
     "torch.compile": compiled,
     "Trainer": trainer,
-    "Lightning": lightning,
+    "Lightning": fit,
     "torch.export": exported,
     "torch.jit.trace": traced,
 }
@@ -164,15 +176,16 @@ def callback_for(name: str) -> Any:
     return ForLightning(**OPTIONS)
 
 
-def cell(name: str, family: Family) -> str:
+def cell(name: str, of: str) -> str:
     """What comes of a family in a loop."""
+    family = FAMILIES[of]
     model = family.model()
     twin = copy.deepcopy(model)
     torch.manual_seed(0)
     try:
         wanted = LOOPS[name](family, twin)
     except Exception as error:
-        print(f"{name}, plain: {type(error).__name__}: {error}", file=sys.stderr)
+        say(f"{of}, {name}, plain", error)
         return "plain fails"
     torch.manual_seed(0)
     try:
@@ -182,7 +195,7 @@ def cell(name: str, family: Family) -> str:
             keepgrad.apply(model, **OPTIONS)
             found = LOOPS[name](family, model)
     except Exception as error:
-        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        say(f"{of}, {name}", error)
         return f"no: {type(error).__name__}"
     a, b = (torch.cat([t.detach().double().flatten() for _, t in sorted(one.items())]) for one in (found, wanted))
     near = 0.999 if name == "autocast" else 0.999999
@@ -198,10 +211,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    packages = (torch, timm, torchvision, transformers, lightning)
+    versions = ", ".join(f"{package.__name__} {package.__version__}" for package in packages)
+    print(f"{versions}, Python {platform.python_version()}, {platform.machine()} CPU\n")
     for line in (("family", *args.loops), ("---",) * (len(args.loops) + 1)):
         print(f"| {' | '.join(line)} |")
     for name in args.only:
-        print(f"| {' | '.join((name, *(cell(loop, FAMILIES[name]) for loop in args.loops)))} |", flush=True)
+        print(f"| {' | '.join((name, *(cell(loop, name) for loop in args.loops)))} |", flush=True)
     torch.distributed.destroy_process_group()
 
 

@@ -1,18 +1,26 @@
-"""What several test files use: small models, gradients, and masks written out."""
+"""What several test files use: small models, gradients, masks written out, and data that many tests read."""
 
 from __future__ import annotations
 
 import copy
 import os
 
+import numpy as np
 import pytest
 import timm
 import torch
 from PIL import Image
+from studying import QUICK
+from torch import nn
 
+from keepgrad.cli import main
+from keepgrad.data.shapes import make_shapes
 from keepgrad.ops.chain import Chain
 from keepgrad.ops.oracle import Matrices, matrices
+from keepgrad.ops.store import dither
 from keepgrad.sampling import Kept, Layout, sample
+from keepgrad.study.config import StudyConfig
+from keepgrad.study.run import study
 
 # One thread a process, here and in those that tests start: two tests run at a time, and sums keep their order.
 torch.set_num_threads(1)
@@ -78,6 +86,12 @@ def assert_same(a: dict, b: dict, **tolerance):
         torch.testing.assert_close(a[name], b[name], **tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def agreement(before, after, wanted):
+    """The cosine of how far the weights of a model have moved with how far they should have."""
+    start, *ends = (torch.cat([p.detach().double().flatten() for p in m.parameters()]) for m in (before, after, wanted))
+    return float(torch.cosine_similarity(ends[0] - start, ends[1] - start, dim=0))
+
+
 def run(links, x, kept, save, residual=None, noise=None):
     """A chain of stages and their tensors, run in the engine."""
     chain = Chain([stage for stage, _ in links], [len(tensors) for _, tensors in links])
@@ -105,6 +119,61 @@ def written_out(seed: int, grid: Layout, ratio: float, mask: str, reduce: str) -
     return matrices(groups_of(kept), kept.picked.tolist(), positions, reduce, grid.prefix)
 
 
+def noise(seed=0):
+    return dither(seed, torch.empty(0))
+
+
+def decoded(codes, scales):
+    """Packed values as numbers, written out in numpy."""
+    return torch.from_numpy(codes.numpy() * scales.numpy().view(np.float32)).flatten(-2)
+
+
+def cosine(a, b):
+    a, b = (torch.cat([g.double().flatten() for g in one.values()]) for one in (a, b))
+    return float(torch.cosine_similarity(a, b, dim=0))
+
+
+def line_of(capsys, *args):
+    """What a command says that cannot go on: a single line."""
+    assert main(args) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"keepgrad {args[0]}: ")
+    assert said.count("\n") == 1
+    assert len(said) < 1000
+    return said
+
+
+def fingerprint(model):
+    """All that a module tree is made of."""
+    modules = {name: (type(m), {k: id(v) for k, v in vars(m).items()}) for name, m in model.named_modules()}
+    values = {name: t.clone() for name, t in model.state_dict(keep_vars=True).items()}
+    identity = {name: id(p) for name, p in model.named_parameters()}
+    hooks = {name: (dict(m._forward_hooks), dict(m._forward_pre_hooks)) for name, m in model.named_modules()}
+    return modules, identity, hooks, values
+
+
+def assert_unchanged(model, before):
+    after = fingerprint(model)
+    assert after[:3] == before[:3]
+    assert after[3].keys() == before[3].keys()
+    assert all(torch.equal(after[3][k], before[3][k]) for k in after[3])
+
+
+class Noisy(nn.Module):
+    """A layer that keepgrad does not know, with dropout inside."""
+
+    def __init__(self, width, out):
+        super().__init__()
+        self.layer, self.drop = nn.Linear(width, out), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.drop(self.layer(x))
+
+
+MAKES = {"vit": (vit, 32), "convnext": (convnext, 64)}
+both = pytest.mark.parametrize(("make", "size"), MAKES.values(), ids=MAKES)
+
+
 @pytest.fixture
 def twin():
     """A deep copy of a model, to compare with."""
@@ -124,3 +193,17 @@ def folder(tmp_path_factory):
                 pixels[..., number] += 100
                 Image.fromarray(pixels.numpy()).save(root / split / kind / f"{index}.png")
     return root
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """The folder of a study of a small model; not to be written to."""
+    output = tmp_path_factory.mktemp("study")
+    study(StudyConfig(**QUICK), output)
+    return output
+
+
+@pytest.fixture(scope="session")
+def shapes(tmp_path_factory):
+    """A few images of shapes in COCO's layout; not to be written to."""
+    return make_shapes(tmp_path_factory.mktemp("shapes"), train=6, val=3)

@@ -4,12 +4,12 @@ import json
 
 import conftest
 import pytest
-import torch
 from conftest import convnext
 
 import keepgrad
-from keepgrad.budget import bytes_of, checkpointed
-from keepgrad.errors import AlreadyAppliedError, BudgetError, CheckpointingError, ConfigError
+from keepgrad.budget import bytes_of
+from keepgrad.errors import AlreadyAppliedError, BudgetError, ConfigError
+from keepgrad.methods import FULL, kept
 
 SHAPE = (64, 3, 64, 64)
 
@@ -66,10 +66,10 @@ def test_the_cheapest_setting_that_fits():
 
 
 def test_settings_that_the_feature_maps_are_too_small_for_are_left_out(monkeypatch):
-    settings = ((None, False), ({"preset": "exact"}, False), ({"keep_ratio": 0.5}, False))
-    monkeypatch.setattr("keepgrad.budget.CLASSES", (settings,))
+    methods = (FULL, kept(preset="exact"), kept(keep_ratio=0.5))
+    monkeypatch.setattr("keepgrad.budget.CLASSES", (methods,))
     found = keepgrad.fit(convnext(), (4, 3, 32, 32), "1TiB", by="cheapest")
-    assert {trial.name for trial in found.trials} == {"full backprop", "preset exact"}
+    assert {trial.name for trial in found.trials} == {"full backprop", "keepgrad exact"}
 
 
 def test_nothing_fits_is_said_with_what_is_needed():
@@ -83,7 +83,7 @@ def test_nothing_fits_is_said_with_what_is_needed():
 def test_a_fit_shows_itself():
     found = keepgrad.fit(vit(), SHAPE, "1TiB", by="cheapest")
     assert "best" in str(found)
-    assert json.loads(found.to_json())["best"]["name"] == "preset accurate"
+    assert json.loads(found.to_json())["best"]["name"] == "keepgrad accurate (default)"
     assert len(found.plot().axes) == 1
 
 
@@ -111,11 +111,3 @@ def test_wrong_arguments_are_named():
     keepgrad.apply(model)
     with pytest.raises(AlreadyAppliedError, match="remove"):
         keepgrad.fit(model, SHAPE)
-
-
-def test_checkpointing_is_asked_of_models_that_have_it():
-    with (
-        pytest.raises(CheckpointingError, match="no set_grad_checkpointing"),
-        checkpointed(torch.nn.Linear(1, 1)),
-    ):
-        pass

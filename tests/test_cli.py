@@ -1,6 +1,7 @@
 """The command line through its real entry point."""
 
 import json
+import platform
 import subprocess
 import sys
 import tarfile
@@ -8,10 +9,14 @@ import tarfile
 import pytest
 import torch
 from PIL import Image
+from processes import run
+
+from keepgrad import __version__
+from keepgrad.cli import COMMANDS, main
 
 
 def keepgrad(*args):
-    return subprocess.run([sys.executable, "-m", "keepgrad", *args], capture_output=True, text=True, timeout=300)
+    return run(("-m", "keepgrad", *args))
 
 
 def test_train_without_data_trains_digits_with_and_without(tmp_path):
@@ -36,11 +41,82 @@ def test_an_unknown_command_shows_the_known_ones(args):
     assert "usage: keepgrad" in done.stderr
 
 
-def test_help():
-    done = keepgrad("--help")
-    assert done.returncode == 0
-    for name in ("train", "eval", "estimate", "fidelity"):
-        assert name in done.stdout
+ALONE = '''
+import sys
+
+class Without:
+    """A finder that does not find these libraries."""
+
+    blocked = {"numpy", "timm", "torchvision", "transformers", "accelerate", "peft", "torchao", "lightning", "rich",
+        "matplotlib", "yaml", "PIL", "sklearn", "safetensors", "tensorboard", "pycocotools"}
+
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, *more):
+        return None if name.partition(".")[0] in self.blocked else self.finder.find_spec(name, *more)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path = [Without(finder) for finder in sys.meta_path]
+'''
+"""Torch alone: nothing else can be imported."""
+
+
+def with_torch_alone(code):
+    return subprocess.run([sys.executable, "-c", ALONE + code], capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_needs_torch_alone(command):
+    args = ["--help"] if command is None else [command, "--help"]
+    done = with_torch_alone(f"from keepgrad.cli import main; main({args})")
+    assert done.returncode == 0, done.stderr
+    for word in COMMANDS if command is None else ("--help",):
+        assert word in done.stdout
+
+
+def test_the_core_works_with_torch_alone():
+    code = """
+import torch
+import keepgrad
+from torch import nn
+
+layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+full = keepgrad.estimate(model, (64, 16, 16)).activations
+plan = keepgrad.apply(model, keep_ratio=0.5)
+print(plan)
+report = keepgrad.estimate(model, (64, 16, 16))
+print(report)
+assert report.activations < full
+model(torch.randn(2, 16, 16)).sum().backward()
+keepgrad.remove(model)
+keepgrad.fit(model, (64, 16, 16), "1GiB")
+assert "numpy" not in sys.modules
+"""
+    done = with_torch_alone(code)
+    assert done.returncode == 0, done.stderr
+    assert "activations" in done.stdout
+
+
+def test_a_command_without_its_packages_says_what_to_install():
+    done = with_torch_alone("from keepgrad.cli import main; sys.exit(main(['train']))")
+    assert done.returncode == 2
+    assert "pip install 'keepgrad[" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_the_version_names_the_libraries_that_are_installed():
+    done = keepgrad("--version")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(
+        f"keepgrad {__version__}, Python {platform.python_version()}, torch {torch.__version__[:4]}"
+    )
+    assert ", timm " in done.stdout
+    done = with_torch_alone("from keepgrad.cli import main; main(['--version'])")
+    assert ", torch " in done.stdout  # looked up, not imported
 
 
 def test_estimate_shows_the_methods_side_by_side():
@@ -49,6 +125,13 @@ def test_estimate_shows_the_methods_side_by_side():
     for name in ("full backprop", "checkpointing", "Algorithm 1, the paper's layers", "keepgrad accurate (default)"):
         assert name in done.stdout
     assert "1.00x" in done.stdout
+
+
+def test_estimate_shows_what_one_device_of_many_holds(capsys):
+    assert main(["estimate", "test_vit", "--batch", "2", "--processes", "2", "--fsdp"]) == 0
+    assert "one of 2 devices with FSDP2" in capsys.readouterr().out
+    assert main(["estimate", "test_vit", "--fsdp"]) == 2
+    assert "processes=1: give a number from 2" in capsys.readouterr().err
 
 
 def test_estimate_for_machines():
@@ -67,8 +150,8 @@ def test_the_paper_table_is_as_close_to_the_paper_as_an_estimate_can_be():
         full, kept = (report["total"] for report in row["algorithm1"].values())
         assert kept / full == pytest.approx(sbp / plain, abs=0.08), row["model"]
         ours = {name: report["total"] for name, report in row["keepgrad"].items()}
-        assert ours["paper"] / ours["full backprop"] < kept / full
-        assert ours["smallest"] < ours["default"] < ours["full backprop"]
+        assert ours["keepgrad paper"] / ours["full backprop"] < kept / full
+        assert ours["keepgrad 0.25, save input"] < ours["keepgrad default"] < ours["full backprop"]
 
 
 @pytest.fixture(scope="module")

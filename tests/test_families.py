@@ -15,7 +15,7 @@ from oracle_model import reduced_model
 from torch import Tensor, nn
 
 import keepgrad
-from keepgrad.ops import chain, outside
+from keepgrad.ops import outside, store
 from keepgrad.ops.store import Packed
 
 SEED = 11
@@ -57,7 +57,7 @@ def packs_without_loss(monkeypatch):
         codes = tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         return Packed(codes, codes.new_empty(len(codes), 0), tensor.dtype)
 
-    for module in (chain, outside):
+    for module in (store, outside):
         monkeypatch.setattr(module, "pack", pack)
         monkeypatch.setattr(module, "unpack", lambda given: given.codes.view(given.dtype))
         monkeypatch.setattr(module, "packs", lambda tensor: True)
@@ -98,7 +98,7 @@ def check_against_the_oracle(family: Family, ratio=0.5, **options) -> None:
 
 
 PAIRS = [("grid", "drop"), ("random", "scaled"), ("block", "fold"), ("grid", "pool"), ("grid", "fold")]
-"""Every mask and every reduction; all pairs of them are tested on the two oldest families, in test_blocks.py."""
+"""Every mask and every reduction; all pairs of them are tested on the two oldest families, in test_branch.py."""
 
 
 @EVERY

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from test_train import trainer
+from training import trainer
 
 import keepgrad
 from keepgrad.cli import main

@@ -6,7 +6,7 @@ import tarfile
 import numpy as np
 import pytest
 from PIL import Image
-from test_train import trainer
+from training import trainer
 
 import keepgrad
 from keepgrad.cli import main

@@ -26,6 +26,12 @@ def test_instruments(family):
     assert keepgrad.estimate(model, tuple(x.shape)).total < full
     report = keepgrad.fidelity(model, (x, labels), F.cross_entropy, draws=1)
     assert 0 < report.whole.cosine < 1
-    keepgrad.remove(model)
+
+
+@pytest.mark.parametrize("name", ["timm ViT", "timm EVA-02", "timm CaiT", "timm Mixer", "timm ConvNeXt", "timm Swin"])
+def test_fit(name):
+    """A fit is many estimates; how a family is estimated is tested above."""
+    model, x = TIMM[name].model(), TIMM[name].inputs(torch.float32)
+    full = keepgrad.estimate(model, tuple(x.shape)).total
     fitted = keepgrad.fit(model, tuple(x.shape), full, by="cheapest")
     assert fitted.best.memory.total <= full

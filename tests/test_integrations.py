@@ -1,11 +1,16 @@
 """The callbacks for the training loops of others."""
 
 import copy
+import gc
 import logging
+import os
+import subprocess
+import sys
+import weakref
 
 import pytest
 import torch
-from conftest import assert_same, spread
+from conftest import agreement, assert_same, spread
 from torch import nn
 
 import keepgrad
@@ -48,7 +53,7 @@ class Watcher(transformers.TrainerCallback):
             raise InterruptedError
 
 
-def train(model, folder, *callbacks, resume=False, steps=4, **arguments):
+def trainer_of(model, folder, *callbacks, steps=4, data=None, **arguments):
     # Not Adam, which makes steps of noise where a gradient is zero but for rounding (biases of keys).
     defaults = {
         "optim": "sgd",
@@ -60,7 +65,11 @@ def train(model, folder, *callbacks, resume=False, steps=4, **arguments):
     }
     arguments = {**defaults, "report_to": "none", "use_cpu": True, "disable_tqdm": True, **arguments}
     args = transformers.TrainingArguments(str(folder), dataloader_pin_memory=False, **arguments)
-    trainer = transformers.Trainer(model, args, train_dataset=Pictures(), callbacks=list(callbacks))
+    return transformers.Trainer(model, args, train_dataset=data or Pictures(), callbacks=list(callbacks))
+
+
+def train(model, folder, *callbacks, resume=False, **arguments):
+    trainer = trainer_of(model, folder, *callbacks, **arguments)
     trainer.train(resume_from_checkpoint=resume or None)
     return trainer
 
@@ -106,10 +115,54 @@ def test_the_cosine_is_that_of_the_step(tmp_path):
     assert abs(float(torch.cosine_similarity(*flat, dim=0)) - measured) < 0.15
 
 
-def test_a_training_that_died_leaves_a_model_that_can_be_trained_again(tmp_path):
-    model = model_of()
+class Broken(Pictures):
+    """Its last pictures cannot be read: Trainer dies outside of a step."""
+
+    def __getitem__(self, index):
+        if index > 8:
+            raise InterruptedError
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("where", ["step", "data"])
+def test_a_training_that_dies_leaves_a_plain_model(tmp_path, where):
+    model, watcher = model_of(), Watcher(stop_at=1 if where == "step" else None)
+    data = Broken() if where == "data" else None
     with pytest.raises(InterruptedError):
-        train(model, tmp_path, KeepgradCallback(keep_ratio=0.5), Watcher(stop_at=1))
+        train(model, tmp_path, KeepgradCallback(keep_ratio=0.5), watcher, steps=8, data=data)
+    assert watcher.exact
+    assert not any(watcher.exact)
+    assert is_plain(model)
+
+
+def test_a_callback_that_is_added_later_is_a_context(tmp_path):
+    """Without the context it leaves a patched model, which evaluates and is saved as the plain one is."""
+    model, watcher, callback = model_of(), Watcher(stop_at=0), KeepgradCallback(keep_ratio=0.5)
+    trainer = trainer_of(model, tmp_path)
+    trainer.add_callback(callback)
+    trainer.add_callback(watcher)
+    with pytest.raises(InterruptedError), callback:
+        trainer.train()
+    assert watcher.exact == [False]
+    assert is_plain(model)
+
+    with pytest.raises(InterruptedError):
+        trainer.train()
+    assert not is_plain(model)
+    trainer.save_model(tmp_path)
+    loaded = transformers.Dinov2ForImageClassification.from_pretrained(tmp_path)
+    assert_same(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    plain = trainer_of(loaded, tmp_path).predict(Pictures()).predictions
+    assert (trainer.predict(Pictures()).predictions == plain).all()
+
+
+def test_the_next_training_puts_a_model_back_that_a_callback_left_patched(tmp_path):
+    model = model_of()
+    trainer = trainer_of(model, tmp_path)
+    trainer.add_callback(KeepgradCallback(keep_ratio=0.5))
+    trainer.add_callback(Watcher(stop_at=1))
+    with pytest.raises(InterruptedError):
+        trainer.train()
     assert not is_plain(model)
     watcher = Watcher()
     train(model, tmp_path, KeepgradCallback(keep_ratio=0.25), watcher)
@@ -120,18 +173,45 @@ def test_a_training_that_died_leaves_a_model_that_can_be_trained_again(tmp_path)
         train(model, tmp_path, KeepgradCallback())
 
 
-def test_a_resumed_training_draws_the_masks_of_an_unbroken_one(tmp_path):
-    options = {"keep_ratio": 0.5, "mask": "random", "seed": 3}
+def test_a_trainer_with_the_callback_is_freed_as_without(tmp_path):
+    trainer = train(model_of(), tmp_path, KeepgradCallback(), steps=1)
+    alive = weakref.ref(trainer)
+    gc.disable()
+    try:
+        del trainer
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("options", [None, {"keep_ratio": 0.5, "mask": "random", "seed": 3}], ids=["plain", "keepgrad"])
+def test_a_resumed_training_ends_as_an_unbroken_one(tmp_path, options):
+    """To the bit, as Trainer alone does: it goes on with its optimizer and dropout, the callback with its masks.
+
+    Not with a DINOv2: Trainer saves its weights by other names than the model's and loads only what has the model's.
+    """
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    tower = {**sizes, "image_size": 16, "patch_size": 4, "attention_dropout": 0.2}
+    config = transformers.SiglipConfig(vision_config=tower, num_labels=LABELS)
+
+    def run(folder, *callbacks, **arguments):
+        torch.manual_seed(0)
+        model = spread(transformers.SiglipForImageClassification(config))
+        callbacks = [*callbacks, *([] if options is None else [KeepgradCallback(**options)])]
+        momentum = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2}
+        train(model, folder, *callbacks, **momentum, **arguments)
+        return model.state_dict()
+
     unbroken, resumed = Watcher(), Watcher()
-    train(model_of(), tmp_path / "a", KeepgradCallback(**options), unbroken)
-    saves = {"save_strategy": "steps", "save_steps": 2}
+    wanted = run(tmp_path / "a", unbroken)
     with pytest.raises(InterruptedError):
-        train(model_of(), tmp_path / "b", KeepgradCallback(**options), Watcher(stop_at=2), **saves)
-    model = model_of()
-    train(model, tmp_path / "b", KeepgradCallback(**options), resumed, resume=True, **saves)
-    assert resumed.kept == {step: unbroken.kept[step] for step in (2, 3)}
-    loaded = transformers.Dinov2ForImageClassification.from_pretrained(tmp_path / "b" / "checkpoint-4")
-    assert_same(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+        run(tmp_path / "b", Watcher(stop_at=2))
+    assert_same(run(tmp_path / "b", resumed, resume=True), wanted, rtol=0, atol=0)
+    assert list(resumed.kept) == [2, 3]
+    if options is not None:
+        assert len({str(kept) for kept in unbroken.kept.values()}) == 4  # masks do change from step to step
+    loaded = transformers.SiglipForImageClassification.from_pretrained(tmp_path / "b" / "checkpoint-4")
+    assert_same(loaded.state_dict(), wanted, rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("default")
@@ -152,8 +232,46 @@ def test_the_ways_trainer_trains(tmp_path, arguments):
     train(model, tmp_path, KeepgradCallback(keep_ratio=1.0), watcher, steps=2, **arguments)
     train(twin, tmp_path, steps=2, **arguments)
     assert watcher.exact == [False, False]
-    far = 1e-2 if "bf16" in arguments else 1e-4
-    assert_same(model.state_dict(), twin.state_dict(), rtol=far, atol=far)
+    near = 0.99 if "bf16" in arguments else 0.99999
+    assert agreement(model_of(num_hidden_layers=1), model, twin) > near
+
+
+DDP = {"keep_ratio": 0.5, "mask": "random", "seed": 1, "cosine_every": 1}
+
+
+def in_two_processes(folder):
+    """One of two processes that train; it leaves what it found."""
+    torch.set_num_threads(1)
+    model, watcher = model_of(), Watcher()
+    trainer = train(model, folder, KeepgradCallback(**DDP), watcher, steps=3, ddp_backend="gloo")
+    found = {"grads": watcher.grads, "weights": model.state_dict(), "is_plain": is_plain(model)}
+    found["wrapped"] = type(trainer.model_wrapped).__name__
+    torch.save(found, folder / f"{trainer.args.process_index}.pt")
+
+
+def test_two_processes_train_as_one(tmp_path):
+    """Two of two pictures a step are one of four: gradients are equal in both processes, and those of one."""
+    script = tmp_path / "start.py"
+    script.write_text(
+        f"import pathlib, test_integrations\ntest_integrations.in_two_processes(pathlib.Path({str(tmp_path)!r}))\n"
+    )
+    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    paths = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    done = subprocess.run(
+        [*launch, script], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=170
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    one, watcher = model_of(), Watcher()
+    options = {name: value for name, value in DDP.items() if name != "cosine_every"}
+    train(one, tmp_path, KeepgradCallback(**options), watcher, steps=3, per_device_train_batch_size=4)
+    for step in range(3):
+        assert_same(first["grads"][step], second["grads"][step], rtol=0, atol=0)
+        assert_same(first["grads"][step], watcher.grads[step], rtol=1e-3, atol=1e-5)
+    for found in (first, second):
+        assert found["wrapped"] == "DistributedDataParallel"
+        assert found["is_plain"]
+        assert_same(found["weights"], one.state_dict(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +282,19 @@ def test_wrong_options_are_refused_at_once(options):
         KeepgradCallback(**options)
 
 
+def test_several_gpus_in_one_process_are_refused(tmp_path):
+    model = model_of()
+    trainer = trainer_of(model, tmp_path, KeepgradCallback())
+    trainer.args._n_gpu = 2
+    with pytest.raises(keepgrad.ConfigError, match=r"with 2 GPUs in one process.*nn\.DataParallel.*torchrun"):
+        trainer.train()
+    assert is_plain(model)
+
+
 def test_a_cosine_of_nothing_is_refused(tmp_path):
     from keepgrad.integrations.training import Training
 
     model = nn.Sequential(nn.Linear(3, 3))
     with pytest.raises(keepgrad.ConfigError, match="cosine_every"):
-        Training(None, {"preset": "exact", "store": "int8"}, 0.0, 1).begin(model, False)
+        Training(preset="exact", store="int8", cosine_every=1).begin(model, False)
     assert is_plain(model)

@@ -8,8 +8,8 @@ import typing
 import pytest
 import torch
 import torch.multiprocessing as mp
-from conftest import assert_same, grads, images, vit
-from test_works_with import both, free_port
+from conftest import assert_same, both, grads, images, vit
+from processes import free_port
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.nn.parallel import DistributedDataParallel
@@ -80,6 +80,20 @@ def test_what_cannot_see_through_a_patched_model_is_refused_in_words(options):
     torch.jit.script(model)
 
 
+def test_torch_fx_is_refused_also_where_programs_are_built_while_it_traces():
+    """It gives proxies for weights; torchvision's feature extraction changes to training mode and traces again."""
+    torchvision = pytest.importorskip("torchvision")
+    from torchvision.models.feature_extraction import get_graph_node_names
+
+    sizes = {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": [4, 4]}
+    model = torchvision.models.SwinTransformer(patch_size=[2, 2], num_classes=2, **sizes)
+    keepgrad.apply(model, keep_ratio=0.5)
+    with pytest.raises(keepgrad.UnsupportedByTorchError, match=r"torch\.fx cannot.*keepgrad\.exact"):
+        get_graph_node_names(model)
+    with keepgrad.exact(model):
+        get_graph_node_names(model)
+
+
 def test_functional_call_without_a_transform_trains_the_tensors_it_is_given():
     model = vit()
     keepgrad.apply(model, keep_ratio=0.5, seed=0)
@@ -95,10 +109,22 @@ def test_data_parallel_is_refused():
         keepgrad.apply(nn.DataParallel(vit()))
     model = vit()
     keepgrad.apply(model)
+    # What it does where there are several GPUs, with the meta device as the second of them: a copy, in a thread.
+    copied = model._replicate_for_data_parallel()
+    (found,) = _caught(copied, images().to("meta"))
     with pytest.raises(
         keepgrad.UnsupportedByTorchError, match=r"on cpu and its input on meta.*DistributedDataParallel"
     ):
-        model(images().to("meta"))  # what a copy on another device does
+        found.reraise()
+
+
+def _caught(model, x):
+    """What nn.DataParallel's `parallel_apply` brings back from a thread that failed."""
+    try:
+        model(x)
+    except Exception:
+        return [torch._utils.ExceptionWrapper(where="in replica 1 on device 1.")]
+    return []
 
 
 @both

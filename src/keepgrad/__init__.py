@@ -31,7 +31,7 @@ from .patch import apply, exact, plan, remove, set_step
 from .plan import Plan, Site
 from .sampling import Layout, kept_indices
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Adapter",

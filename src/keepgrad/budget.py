@@ -6,9 +6,9 @@ All of it is found by `estimate`, so it takes no GPU and no memory, and a few se
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -17,42 +17,39 @@ from torch.utils.flop_counter import FlopCounterMode
 from .config import PRESETS
 from .errors import AlreadyAppliedError, BudgetError, CheckpointingError, ConfigError, MapTooSmallError, NoSiteError
 from .memory import MemoryReport, estimate
-from .patch import apply, block_names, remove
+from .methods import CHECKPOINTING, FULL, Method, kept
+from .patch import block_names
 from .report import Report, Table, figures, readable_bytes
 
-__all__ = ["Fit", "Trial", "bytes_of", "checkpointed", "fit"]
+__all__ = ["Fit", "Trial", "bytes_of", "fit"]
 
 BY = ("keep_ratio", "batch_size", "cheapest")
 STEPS = 32  # of the keep-ratio
 LARGEST_BATCH = 2**20
 
 # By what they do to the gradient. A class is tried when nothing in the one before fits; in it, the least work wins.
-CLASSES: tuple[tuple[tuple[dict[str, Any] | None, bool], ...], ...] = (
+CLASSES: tuple[tuple[Method, ...], ...] = (
     (
-        (None, False),
-        ({"preset": "exact"}, False),
-        ({"preset": "accurate"}, False),
-        ({"preset": "small", "store": "full"}, False),
-        ({"preset": "exact", "save": "input"}, False),
-        ({"preset": "exact", "store": "int8"}, False),
-        ({"preset": "accurate", "store": "int8"}, False),
-        ({"preset": "small"}, False),
-        (None, True),
+        FULL,
+        kept(preset="exact"),
+        kept(preset="accurate"),
+        kept(preset="small", store="full"),
+        kept(preset="exact", save="input"),
+        kept(preset="exact", store="int8"),
+        kept(preset="accurate", store="int8"),
+        kept(preset="small"),
+        CHECKPOINTING,
     ),
-    (({"preset": "balanced"}, False), ({"preset": "balanced", "store": "int8"}, False)),
-    *(
-        (({"keep_ratio": ratio}, False), ({"keep_ratio": ratio, "save": "input", "store": "int8"}, False))
-        for ratio in (0.5, 0.25, 0.125)
-    ),
+    (kept(preset="balanced"), kept(preset="balanced", store="int8")),
+    *((kept(keep_ratio=ratio), kept(keep_ratio=ratio, save="input", store="int8")) for ratio in (0.5, 0.25, 0.125)),
 )
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A setting that was tried: options for `apply` (None: full backprop), checkpointing, and what it takes."""
+    """A method that was tried, and what a training step with it takes."""
 
-    options: Mapping[str, Any] | None
-    checkpointing: bool
+    method: Method
     batch_size: int
     memory: MemoryReport
     flops: int
@@ -60,10 +57,21 @@ class Trial:
 
     @property
     def name(self) -> str:
-        parts = [f"{key} {value}" for key, value in (self.options or {}).items()]
-        if self.checkpointing:
-            parts.append("checkpointing")
-        return ", ".join(parts) or "full backprop"
+        return self.method.name
+
+    @property
+    def options(self) -> Mapping[str, Any] | None:
+        """Options for `apply`; None where the model is left as it is."""
+        return self.method.options
+
+    @property
+    def checkpointing(self) -> bool:
+        return self.method is CHECKPOINTING
+
+    def to_dict(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {"name": self.name, "options": self.options, "checkpointing": self.checkpointing}
+        facts |= {"batch_size": self.batch_size, "flops": self.flops, "fits": self.fits}
+        return {**facts, "memory": self.memory.to_dict()}
 
 
 @dataclass(frozen=True)
@@ -99,10 +107,8 @@ class Fit(Report):
         return self.best.memory
 
     def to_dict(self) -> dict[str, Any]:
-        def plain(trial: Trial) -> dict[str, Any]:
-            return {**asdict(trial), "name": trial.name, "memory": trial.memory.to_dict()}
-
-        return {"budget": self.budget, "best": plain(self.best), "trials": [plain(trial) for trial in self.trials]}
+        trials = [trial.to_dict() for trial in self.trials]
+        return {"budget": self.budget, "best": self.best.to_dict(), "trials": trials}
 
     def tables(self) -> list[Table]:
         head = ("setting", "batch", "memory", "TFLOP", "fits", "")
@@ -170,15 +176,14 @@ def fit(
         raise ConfigError("by='keep_ratio' finds the keep_ratio; leave it out, or estimate that one setting")
     shape = tuple(input_shape)
 
-    def attempt(settings: dict[str, Any] | None, checkpointing: bool = False, batch_size: int = shape[0]) -> Trial:
-        with _patched(model, settings), checkpointed(model, checkpointing), FlopCounterMode(display=False) as counter:
+    def attempt(method: Method, batch_size: int = shape[0]) -> Trial:
+        with method.put_on(model), FlopCounterMode(display=False) as counter:
             memory = estimate(model, (batch_size, *shape[1:]), **how)
-        fits = memory.total <= limit
-        return Trial(settings, checkpointing, batch_size, memory, counter.get_total_flops(), fits)
+        return Trial(method, batch_size, memory, counter.get_total_flops(), memory.total <= limit)
 
     search: dict[str, Callable[[], tuple[Trial, list[Trial]]]] = {
-        "keep_ratio": lambda: _largest_ratio(lambda ratio: attempt({"keep_ratio": ratio, **options})),
-        "batch_size": lambda: _largest_batch(lambda size: attempt(None, batch_size=size), limit),
+        "keep_ratio": lambda: _largest_ratio(lambda ratio: attempt(kept(keep_ratio=ratio, **options))),
+        "batch_size": lambda: _largest_batch(lambda size: attempt(FULL, size), limit),
         "cheapest": lambda: _cheapest(attempt),
     }
     best, trials = search[by]()
@@ -199,59 +204,6 @@ def bytes_of(budget: str | int) -> int:
     if isinstance(budget, bool) or found is None or found[2] not in units or float(found[1]) == 0:
         raise ConfigError(f"budget={budget!r}: give bytes, or text such as '8GiB' or '500MB'")
     return int(float(found[1]) * units[found[2]])
-
-
-@contextmanager
-def checkpointed(model: nn.Module, on: bool = True) -> Iterator[None]:
-    """The model's own checkpointing turned on, as it was before at the end; with `on` False, nothing.
-
-    Raises:
-        CheckpointingError: if the model has none.
-    """
-    if not on:
-        yield
-        return
-    # transformers, which has renamed its switches
-    enable, disable = (
-        getattr(model, f"activation_checkpointing_{do}", getattr(model, f"gradient_checkpointing_{do}", None))
-        for do in ("enable", "disable")
-    )
-    if enable is not None and disable is not None:
-        if not getattr(model, "supports_gradient_checkpointing", True):
-            raise CheckpointingError(f"{type(model).__name__} does not support checkpointing")
-        was_on = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-        enable()
-        try:
-            yield
-        finally:
-            if not was_on:
-                disable()
-        return
-    switch = getattr(model, "set_grad_checkpointing", None)
-    if switch is None:
-        raise CheckpointingError(f"{type(model).__name__} has no set_grad_checkpointing; keepgrad cannot turn it on")
-    before = [(m, m.grad_checkpointing) for m in model.modules() if "grad_checkpointing" in vars(m)]
-    try:
-        try:
-            switch(True)
-        except AssertionError as error:
-            raise CheckpointingError(f"{type(model).__name__} cannot be checkpointed: {error}") from None
-        yield
-    finally:
-        for module, state in before:
-            module.grad_checkpointing = state
-
-
-@contextmanager
-def _patched(model: nn.Module, settings: dict[str, Any] | None) -> Iterator[None]:
-    if settings is None:
-        yield
-        return
-    apply(model, **settings)
-    try:
-        yield
-    finally:
-        remove(model)
 
 
 def _largest_ratio(attempt: Callable[[float], Trial]) -> tuple[Trial, list[Trial]]:
@@ -295,12 +247,12 @@ def _largest_batch(attempt: Callable[[int], Trial], limit: int) -> tuple[Trial, 
     return low, trials
 
 
-def _cheapest(attempt: Callable[..., Trial]) -> tuple[Trial, list[Trial]]:
+def _cheapest(attempt: Callable[[Method], Trial]) -> tuple[Trial, list[Trial]]:
     trials: list[Trial] = []
     for candidates in CLASSES:
-        for settings, checkpointing in candidates:
+        for method in candidates:
             with suppress(MapTooSmallError, CheckpointingError, NoSiteError):
-                trials.append(attempt(settings, checkpointing))
+                trials.append(attempt(method))
         fitting = [trial for trial in trials if trial.fits]
         if fitting:
             return min(fitting, key=lambda trial: trial.flops), trials

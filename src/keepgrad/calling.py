@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 __all__ = ["call", "in_training"]
 
 
-def call(model: nn.Module, inputs: Any) -> Any:
+def call(model: Callable[..., Any], inputs: Any) -> Any:
     """The model's output for a tensor, for a tuple or list of arguments, or for a dictionary of them."""
     if isinstance(inputs, Mapping):
         return model(**inputs)

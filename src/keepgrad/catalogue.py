@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import models
 from .adapters import find_blocks
@@ -59,18 +59,11 @@ class Example:
                 return kind(config).train()
         return models.create(self.model, device=device)
 
-    def inputs(self, model: nn.Module) -> Any:
-        """Two samples, or texts of 77 tokens."""
+    def inputs(self, model: nn.Module, batch: int = 2) -> Any:
+        """Images, clips, or texts of 77 tokens."""
         if self.library == "torch":
-            return torch.randn(2, 64, 256)
-        given = models.batch_for(model, 2, length=77)
-        if isinstance(given, tuple):
-            return torch.randn(given)
-        return {name: _filled(tensor) for name, tensor in given.items()}
-
-
-def _filled(tensor: Tensor) -> Tensor:
-    return torch.randn(tensor.shape) if tensor.is_floating_point() else torch.ones(tensor.shape, dtype=torch.int64)
+            return torch.randn(batch, 64, 256)
+        return models.inputs_for(model, batch, length=77)
 
 
 SMALL_LLAMA = "hidden_size=1024 intermediate_size=2816 num_hidden_layers=4 num_key_value_heads=8"

@@ -1,4 +1,4 @@
-"""KeepConfig: every setting of keepgrad, frozen and validated; and the presets.
+"""KeepConfig: every setting of keepgrad, frozen and validated, with its flag on the command line; and the presets.
 
 A field that is None takes its value from the preset, and from the defaults where the preset has none. Precedence:
 what the user gave, then the preset, then the defaults.
@@ -6,11 +6,14 @@ what the user gave, then the preset, then the defaults.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, reason_of
+from .flags import flag, pairs
+from .numbers import Numbers
 from .ops.attention import METHODS
 from .ops.chain import SAVES
 from .ops.store import STORES
@@ -49,6 +52,27 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+def _ratio(text: Any) -> Any:
+    """A flag as a keep-ratio; what is no text is left to `KeepConfig`."""
+    if not isinstance(text, str):
+        return text
+    try:
+        if "=" in text:
+            return pairs(text, float)
+        return [float(one) for one in text.split(",")] if "," in text else float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no number, and not like attention=1,mlp=0.5") from None
+
+
+def _policy(text: Any) -> Any:
+    return pairs(text, str) if isinstance(text, str) and "=" in text else text
+
+
+def _layers(text: Any) -> Any:
+    is_numbers = isinstance(text, str) and all(part.strip().isdecimal() for part in text.split(","))
+    return [int(part) for part in text.split(",")] if is_numbers else text
+
+
 @dataclass(frozen=True)
 class KeepConfig:
     """What to keep, where.
@@ -72,26 +96,48 @@ class KeepConfig:
         store: how saved values wait for backward: "full", as they were computed, or "int8", in 8 bits; or one for
             each of `{"attention": ..., "mlp": ...}`. One "int8" for all also packs what the rest of the model
             saves, and works for models without any block that keepgrad knows.
-        modules: `{"mlp": MyMlp}`: a class or modules of your own that work on each position alone, which become sites.
+        modules: `{"mlp": MyMlp}`: a class (or its full name) or modules of your own that work on each position alone,
+            which become sites.
         seed: makes the masks a sequence of their own; None derives them from torch's random state.
 
     Raises:
         ConfigError: if a value cannot work for any model.
     """
 
-    preset: str | None = None
-    keep_ratio: float | Mapping[str, Ratio] | Sequence[float] | Callable[[int, int], float] | None = None
-    mask: str | None = None
-    reduce: str | None = None
-    schedule: str | None = None
-    layers: Layers | None = None
-    attention: str | None = None
-    mlp: bool | None = None
-    downsample: bool | None = None
-    save: str | Mapping[str, str] | None = None
-    store: str | Mapping[str, str] | None = None
-    modules: Mapping[str, Any] | None = None
-    seed: int | None = None
+    preset: str | None = flag(None, "a set of options; with none and no --keep-ratio: accurate", choices=list(PRESETS))
+    keep_ratio: float | Mapping[str, Ratio] | Sequence[float] | Callable[[int, int], float] | None = flag(
+        None,
+        "share of positions kept: 0.5; attention=1,mlp=0.5; or one a block, 1,0.5,0.5",
+        type=_ratio,
+        metavar="RATIO",
+    )
+    mask: str | None = flag(None, "which positions are kept", choices=list(MASKS))
+    reduce: str | None = flag(None, "what becomes of the others", choices=list(REDUCTIONS))
+    schedule: str | None = flag(None, "the ratio over the blocks", choices=list(SCHEDULES))
+    layers: Layers | None = flag(
+        None, "which blocks: all, 'first 2/3', 'last 2/3', paper, or numbers, 0,1,2", type=_layers, metavar="LAYERS"
+    )
+    attention: str | None = flag(None, "how attention is reduced", choices=list(METHODS))
+    mlp: bool | None = flag(None, "reduce MLPs", type=bool)
+    downsample: bool | None = flag(None, "reduce downsampling layers between stages", type=bool)
+    save: str | Mapping[str, str] | None = flag(
+        None,
+        "which values wait for backward: heavy, input, or attention=input,mlp=heavy",
+        type=_policy,
+        metavar="POLICY",
+    )
+    store: str | Mapping[str, str] | None = flag(
+        None, "in how many bits it is stored: full, int8, or attention=full,mlp=int8", type=_policy, metavar="STORE"
+    )
+    modules: Mapping[str, Any] | None = flag(
+        None,
+        "a position-wise class of your own, by its full name: mlp=my.package.MyMlp",
+        type=_policy,
+        metavar="MODULES",
+    )
+    seed: int | None = flag(
+        None, "makes the masks a sequence of their own", type=Numbers(int, least=0, most=2**63 - 2**32 - 1)
+    )
 
     def __post_init__(self) -> None:
         _one_of("preset", self.preset, tuple(PRESETS))
@@ -115,6 +161,9 @@ class KeepConfig:
             raise ConfigError(f"seed={self.seed!r} does not fit into 64 bits; give a smaller number")
         if self.modules is not None and (not isinstance(self.modules, Mapping) or set(self.modules) != {"mlp"}):
             raise ConfigError(f"modules={self.modules!r}: give {{'mlp': MyMlp}}, a class, a module or a list of them")
+        if self.modules is not None:
+            named = {kind: _class_named(one) if isinstance(one, str) else one for kind, one in self.modules.items()}
+            object.__setattr__(self, "modules", named)
         if self.layers is not None:
             parse_layers(self.layers)
         if isinstance(self.keep_ratio, Mapping):
@@ -180,6 +229,18 @@ class Settings:
         if isinstance(self.keep_ratio, Mapping):
             return self.keep_ratio.get(branch_of(kind), 1.0)
         return self.keep_ratio
+
+
+def _class_named(path: str) -> type:
+    """The class that a full name such as `my.package.MyMlp` stands for."""
+    package, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(package), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"modules: there is no class {path!r:.80}: {reason_of(error, 200)}") from None
+    if not isinstance(found, type):
+        raise ConfigError(f"modules: {path} is no class; give the full name of one, e.g. my.package.MyMlp")
+    return found
 
 
 def _of_branch(value: str | Mapping[str, str], kind: str, otherwise: str) -> str:

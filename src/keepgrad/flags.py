@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,17 +32,17 @@ def flag(default: Any, help: str, **argument: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, **argument})
 
 
-def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:
+def add_arguments(parser: argparse.ArgumentParser, config: type, without: tuple[str, ...] = ()) -> None:
     """A flag for every field that has a help text, without defaults: what is not given is not there."""
     for field in dataclasses.fields(config):
         argument = dict(field.metadata)
-        if not argument:
+        if not argument or field.name in without:
             continue
         name = "--" + field.name.replace("_", "-")
         shown = argument.pop("help").replace("%", "%%")
         if field.default is not None and not isinstance(field.default, bool):
             shown += f" (default: {field.default})"
-        if isinstance(field.default, bool):
+        if isinstance(field.default, bool) or argument.get("type") is bool:
             argument.setdefault("action", argparse.BooleanOptionalAction)
         if field.default is None and "choices" in argument:
             argument["choices"] = [*argument["choices"], "none"]
@@ -126,10 +126,9 @@ def _in_type(kind: Any, value: Any) -> Any:
     return kind(value)
 
 
-def pairs(text: str) -> dict[str, Any]:
-    """`a=1,b=x,c=[2,3]` as a dictionary; values are read as YAML."""
-    import yaml
-
+def pairs(text: str, value_of: Callable[[str], Any] | None = None) -> dict[str, Any]:
+    """`a=1,b=x,c=[2,3]` as a dictionary; values are read as YAML, or by `value_of`."""
+    value_of = value_of or _yaml_value
     found: dict[str, Any] = {}
     for part in filter(None, re.split(r",(?![^\[]*\])", text)):
         name, equals, value = part.partition("=")
@@ -138,10 +137,19 @@ def pairs(text: str) -> dict[str, Any]:
         if name.strip() in found:
             raise ValueError(f"{name.strip()} is there twice; leave one of them")
         try:
-            found[name.strip()] = yaml.safe_load(value)
-        except (yaml.YAMLError, AttributeError, RecursionError):  # the second for a date that is none
+            found[name.strip()] = value_of(value)
+        except ValueError:
             raise ValueError(f"{part!r}: the value cannot be read") from None
     return found
+
+
+def _yaml_value(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, AttributeError, RecursionError) as error:  # the second for a date that is none
+        raise ValueError from error
 
 
 def read_yaml(path: Path, whole: bool = False) -> dict[str, Any]:

@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .adapters.items import path_of
@@ -24,6 +26,7 @@ __all__ = [
     "batch_for",
     "check_takes",
     "create",
+    "inputs_for",
     "load_weights",
     "size_of",
     "timm",
@@ -268,6 +271,26 @@ def batch_for(model: Any, batch: int, size: int | None = None, length: int | Non
     if not given:
         raise ConfigError(f"{type(model).__name__} takes {model.main_input_name}, neither images nor text")
     return given
+
+
+def inputs_for(model: Any, batch: int, size: int | None = None, length: int | None = None, device: Any = None) -> Any:
+    """Random inputs of a training step, as `batch_for` describes them: smooth images or clips, and any tokens."""
+    given = batch_for(model, batch, size, length)
+    if isinstance(given, tuple):
+        return _smooth(given, device)
+    text = getattr(getattr(model, "config", None), "text_config", getattr(model, "config", None))
+    words = getattr(text, "vocab_size", 2)
+    return {
+        name: _smooth(tuple(t.shape), device) if t.is_floating_point() else torch.randint(words, t.shape, device=device)
+        for name, t in given.items()
+    }
+
+
+def _smooth(shape: tuple[int, ...], device: Any) -> Tensor:
+    """Images whose neighbouring pixels are alike, as those of real ones are."""
+    *leading, height, width = shape
+    coarse = torch.randn(math.prod(leading), 1, 7, 7, device=device)
+    return F.interpolate(coarse, size=(height, width), mode="bicubic").view(shape)
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

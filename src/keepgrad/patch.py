@@ -236,10 +236,14 @@ def explain(error: Exception, args: Any, kwargs: Any) -> None:
     """Says what to do, if a training forward failed because something of torch cannot see through it."""
     what = None if isinstance(error, (KeepgradError, Warning)) else watcher((args, kwargs))
     if what is not None:
-        raise UnsupportedByTorchError(
-            f"{what} cannot see through a patched model in training; use it inside `with keepgrad.exact(model):`, "
-            "which runs the model's own code, or in evaluation mode"
-        ) from error
+        raise _cannot_see_through(what) from error
+
+
+def _cannot_see_through(what: str) -> UnsupportedByTorchError:
+    return UnsupportedByTorchError(
+        f"{what} cannot see through a patched model in training; use it inside `with keepgrad.exact(model):`, which "
+        "runs the model's own code, or in evaluation mode"
+    )
 
 
 class _RootForward(_Patch):
@@ -356,6 +360,8 @@ class _BlockForward(_Patch):
     def _compile(self, kind: str) -> Program | Unsupported:
         try:
             return self.block.compile(kind)
+        except torch.fx.proxy.TraceError as error:  # it gives proxies for weights
+            raise _cannot_see_through("torch.fx") from error
         except Unsupported as why:
             if not torch.compiler.is_compiling():
                 text = f"keepgrad: {self.block.name} ({kind}) now runs with full backprop: {why}"

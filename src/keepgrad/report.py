@@ -7,9 +7,12 @@ a notebook shows them as HTML, `to_dict` and `to_json` give the data, and `save_
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from typing import Any
 from .errors import KeepgradError
 from .files import written_whole
 
-__all__ = ["Report", "Table", "aligned", "brief", "figures", "readable_bytes"]
+__all__ = ["Report", "Table", "aligned", "brief", "figures", "progress", "readable_bytes"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,11 @@ class Table:
         caption = f"<caption>{html.escape(self.title)}</caption>"
         return f"<table>{caption}<thead>{line(self.head, 'th')}</thead><tbody>{body}</tbody></table>{note}"
 
+    def to_markdown(self) -> str:
+        """The title, the table and the note, as in the documentation."""
+        lines = [f"| {' | '.join(cells)} |" for cells in (self.head, ("---",) * len(self.head), *self.rows)]
+        return "\n\n".join(filter(None, [self.title, "\n".join(lines), self.note]))
+
 
 class Report:
     """A result that can be shown. Subclasses say what their tables, their data and their picture are."""
@@ -83,6 +91,15 @@ class Report:
 
     def to_json(self) -> str:
         return json.dumps(_without_nan(self.to_dict()), indent=2, allow_nan=False)
+
+    def save_json(self, path: str | Path) -> None:
+        """Write the data to a file, whole or not at all.
+
+        Raises:
+            FileError: if the file cannot be written.
+        """
+        with written_whole(Path(path)) as partial:
+            partial.write_text(self.to_json() + "\n")
 
     def __str__(self) -> str:
         return "\n\n".join(table.to_text() for table in self.tables())
@@ -127,6 +144,25 @@ def readable_bytes(size: float) -> str:
         if abs(size) >= factor:
             return f"{size / factor:.2f} {unit}"
     return f"{size:.0f} B"
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Show on stderr what is done: a function to call at the beginning of each of `total` parts, with its name.
+
+    A bar where rich is installed, else a line for each part.
+    """
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        yield lambda what: print(what, file=sys.stderr, flush=True)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        done = itertools.count()
+        yield lambda what: bar.update(task, description=what, completed=next(done))
 
 
 def figures() -> Any:

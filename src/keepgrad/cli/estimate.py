@@ -8,56 +8,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from .. import models
-from ..baseline import algorithm1
-from ..budget import checkpointed
+from .. import flags, models
 from ..config import KeepConfig
 from ..errors import CheckpointingError, ConfigError, MapTooSmallError, NoSiteError
 from ..memory import AMP, OPTIMIZERS, MemoryReport, estimate
-from ..patch import apply
+from ..memory.sharding import gathered_bytes
+from ..methods import FULL, METHODS, Method, kept, methods_for
 from ..report import Table, readable_bytes
 from .numbers import pixels, positive
 
 __all__ = ["add_arguments", "run"]
 
-
-@dataclass(frozen=True)
-class Method:
-    """A way to train: how a model is changed for it."""
-
-    name: str
-    change: Callable[[nn.Module], object]
-    checkpointing: bool = False
-
-
-def kept(**options: Any) -> Callable[[nn.Module], object]:
-    return lambda model: apply(model, **options)
-
-
-FULL = Method("full backprop", lambda model: None)
-PAPER = Method("Algorithm 1, the paper's layers", lambda model: algorithm1(model, KeepConfig(preset="paper")))
-METHODS = (
-    FULL,
-    Method("checkpointing", lambda model: None, checkpointing=True),
-    PAPER,
-    Method("Algorithm 1, all blocks", lambda model: algorithm1(model, KeepConfig(keep_ratio=0.5))),
-    Method("keepgrad exact", kept(preset="exact")),
-    Method("keepgrad accurate (default)", kept()),
-    Method("keepgrad small, full", kept(preset="small", store="full")),
-    Method("keepgrad exact, int8", kept(preset="exact", store="int8")),
-    Method("keepgrad accurate, int8", kept(store="int8")),
-    Method("keepgrad small", kept(preset="small")),
-    Method("keepgrad paper", kept(preset="paper")),
-    Method("keepgrad 0.5", kept(keep_ratio=0.5)),
-    Method("keepgrad 0.25", kept(keep_ratio=0.25)),
-    Method("keepgrad 0.25, save input", kept(keep_ratio=0.25, save="input")),
-)
 
 # Table 1 of the paper: model, batch a GPU, MB without and with SBP at 0.5.
 PAPER_ROWS = (
@@ -78,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--amp", choices=[name for name in AMP if name], help="autocast to this type")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), help="(default: adamw)")
+    parser.add_argument(
+        "--processes", type=positive, default=1, metavar="N", help="devices that train together; shows what one holds"
+    )
+    parser.add_argument("--fsdp", action="store_true", help="shard over them by FSDP2, block by block (default: DDP)")
+    flags.add_arguments(parser, KeepConfig)
     parser.add_argument("--paper-table", action="store_true", help="Table 1 of the paper, estimated, instead")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -87,12 +59,17 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError("give a model, e.g. keepgrad estimate vit_base_patch16_224 --batch 64, or --paper-table")
     if args.paper_table:
         given = [name for name in ("batch", "size", "length", "amp", "optimizer") if getattr(args, name) is not None]
+        given += [*flags.given(args, KeepConfig), *(["fsdp"] if args.fsdp else [])]
+        given += ["processes"] if args.processes > 1 else []
         if given:
-            raise ConfigError(f"--paper-table is the paper's setting; leave out --{given[0]}")
+            raise ConfigError(f"--paper-table is the paper's setting; leave out --{given[0].replace('_', '-')}")
         _paper_table(args.json)
         return
     batch, optimizer = args.batch or 64, args.optimizer or "adamw"
-    found = dict(_estimates(args.model, batch, args.size, args.length, args.amp, optimizer, METHODS))
+    methods = methods_for(models.create(args.model, device="meta"), flags.given(args, KeepConfig))
+    methods = [method for method in methods if method.can_estimate]
+    how = {"amp": args.amp, "optimizer": optimizer, "processes": args.processes, "fsdp": args.fsdp}
+    found = dict(_estimates(args.model, batch, args.size, args.length, methods, **how))
     if args.json:
         print(json.dumps({name: report.to_dict() for name, report in found.items()}, indent=2))
         return
@@ -109,7 +86,17 @@ def run(args: argparse.Namespace) -> None:
     ]
     amp = f"autocast to {args.amp}" if args.amp else "no autocast"
     title = f"{args.model}, batch {batch}, {amp}, {optimizer}: peak of a training step, estimated"
-    print(Table(title, ("method", "peak", "", *parts), rows).to_text())
+    note = ""
+    if args.fsdp:
+        gathered = gathered_bytes(models.create(args.model, size=args.size, device="meta"))
+        note = (
+            f"one of {args.processes} devices with FSDP2: one shard of the fixed parts. temporary: with\n"
+            f"{readable_bytes(gathered)} that is gathered: what is in no block, the block that is computed and the\n"
+            "next one, and the gradients of a block before they are sent"
+        )
+    elif args.processes > 1:
+        note = f"one of {args.processes} devices with DDP. gradients: with the buckets from which they are sent"
+    print(Table(title, ("method", "peak", "", *parts), rows, note).to_text())
 
 
 def _estimates(
@@ -117,18 +104,16 @@ def _estimates(
     batch: int,
     size: int | None,
     length: int | None,
-    amp: str | None,
-    optimizer: str,
-    methods: tuple[Method, ...],
+    methods: Sequence[Method],
+    **how: Any,
 ) -> Iterator[tuple[str, MemoryReport]]:
     told: set[str] = set()
     for method in methods:
         model = models.create(name, size=size, device="meta")
         given = models.batch_for(model, batch, size, length)
         try:
-            method.change(model)
-            with checkpointed(model, method.checkpointing):
-                yield method.name, estimate(model, given, optimizer=optimizer, amp=amp)
+            with method.put_on(model):
+                yield method.name, estimate(model, given, **how)
         except (NoSiteError, CheckpointingError, MapTooSmallError) as error:
             if str(error) not in told:
                 print(f"left out: {error}", file=sys.stderr)
@@ -137,21 +122,21 @@ def _estimates(
 
 def _paper_table(as_json: bool) -> None:
     """The paper's figures, its method in its setting (fp16, attention matrices kept, as in 2022), and keepgrad's."""
-    smallest = Method("smallest", kept(keep_ratio=0.25, save="input"))
-    ours = (FULL, Method("paper", kept(preset="paper")), Method("default", kept()), smallest)
-    theirs = tuple(Method(m.name, _unfused(m.change)) for m in (FULL, PAPER))
+    ours = [FULL, kept(preset="paper"), kept(), kept(keep_ratio=0.25, save="input")]
+    published = METHODS["Algorithm 1, the paper's layers"]
+    theirs = [_unfused(method) for method in (FULL, published)]
     rows, data = [], []
     for name, batch, plain_mb, sbp_mb in PAPER_ROWS:
-        then = dict(_estimates(name, batch, None, None, "fp16", "adamw", theirs))
-        now = dict(_estimates(name, batch, None, None, "fp16", "adamw", ours))
+        then = dict(_estimates(name, batch, None, None, theirs, amp="fp16"))
+        now = dict(_estimates(name, batch, None, None, ours, amp="fp16"))
         full_then, full_now = then[FULL.name].total, now[FULL.name].total
         rows.append(
             (
                 f"{name}, batch {batch}",
                 f"{plain_mb} / {sbp_mb}",
                 f"{sbp_mb / plain_mb:.2f}x",
-                f"{full_then / 2**20:.0f} / {then[PAPER.name].total / 2**20:.0f}",
-                f"{then[PAPER.name].total / full_then:.2f}x",
+                f"{full_then / 2**20:.0f} / {then[published.name].total / 2**20:.0f}",
+                f"{then[published.name].total / full_then:.2f}x",
                 f"{full_now / 2**20:.0f}",
                 *(f"{now[m.name].total / full_now:.2f}x" for m in ours[1:]),
             )
@@ -178,12 +163,16 @@ def _paper_table(as_json: bool) -> None:
     print(Table("Table 1 of the paper, and keepgrad", head, rows, note).to_text())
 
 
-def _unfused(change: Callable[[nn.Module], object]) -> Callable[[nn.Module], None]:
-    def both(model: nn.Module) -> None:
+def _unfused(method: Method) -> Method:
+    """A method on a model whose attention keeps its matrix."""
+
+    @contextmanager
+    def put_on(model: nn.Module) -> Iterator[Any]:
         module: Any
         for module in model.modules():
             if hasattr(module, "fused_attn"):
                 module.fused_attn = False
-        change(model)
+        with method.put_on(model) as forward:
+            yield forward
 
-    return both
+    return Method(method.name, put_on)

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import flags, models
+from ..config import KeepConfig
 from ..errors import InputError
 from ..fidelity import fidelity
 from ..patch import apply
-from ..train.config import KeepFlags
 from .numbers import pixels, positive, seed
 
 __all__ = ["add_arguments", "run"]
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=positive, default=1, help="(default: 1)")
     parser.add_argument("--draws", type=positive, default=4, help="draws of the masks a batch (default: 4)")
     parser.add_argument("--seed", type=seed, default=0, help="(default: 0)")
-    flags.add_arguments(parser, KeepFlags)
+    flags.add_arguments(parser, KeepConfig, without=("seed",))
     parser.add_argument("--output", default="fidelity.png", help="the picture (default: fidelity.png)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -47,7 +47,9 @@ def run(args: argparse.Namespace) -> None:
     models.check_takes(model, models.size_of(model, args.size))
     print(source.found, file=sys.stderr if args.json else sys.stdout)
     batches = _batches(source, model, args)
-    apply(model, KeepFlags(**flags.given(args, KeepFlags)).keep_config())
+    options = flags.given(args, KeepConfig)
+    del options["seed"]  # of everything: the masks follow from it
+    apply(model, **options)
     report = fidelity(model, batches, F.cross_entropy, args.draws)
     print(report.to_json() if args.json else report)
     report.save_plot(args.output)

@@ -62,9 +62,8 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def to_markdown(result: list[Row]) -> str:
     """The table of docs/models.md."""
-    lines = [(*HEAD, "saved at 0.5"), ("---",) * (len(HEAD) + 1), *(cells(row) for row in result)]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     names = "\n".join(
         f"- {library}: {', '.join(f'`{name}`' for name in classes)}" for library, classes in registered().items()
     )
-    return f"{table}\n\nAll blocks that are known:\n\n{names}"
+    note = f"All blocks that are known:\n\n{names}"
+    return Table("", (*HEAD, "saved at 0.5"), [cells(row) for row in result], note).to_markdown()

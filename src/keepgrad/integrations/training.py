@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import is_real, tree_leaves
-from ..budget import checkpointed
 from ..config import KeepConfig
 from ..errors import CheckpointingError, ConfigError, InputError
 from ..fidelity import fidelity
 from ..memory import estimate
+from ..methods import checkpointed
 from ..patch import apply, exact, remove, set_step
 from ..plan import Plan, config_from
 from ..report import readable_bytes
@@ -38,17 +38,17 @@ class Training:
 
     Args:
         config: a KeepConfig; or give its fields as keywords.
-        options: the fields of KeepConfig.
         exact_last: the share of the steps, at the end, that have exact gradients, under checkpointing.
         cosine_every: measure the cosine with the exact gradient every so many steps; 0 for never. Such a step costs
             three.
+        **options: the fields of KeepConfig.
 
     Raises:
         ConfigError: if a setting is wrong.
     """
 
     def __init__(
-        self, config: KeepConfig | None, options: dict[str, Any], exact_last: float, cosine_every: int
+        self, config: KeepConfig | None = None, *, exact_last: float = 0.0, cosine_every: int = 0, **options: Any
     ) -> None:
         self.config = config_from(config, options)
         if isinstance(exact_last, bool) or not isinstance(exact_last, (int, float)) or not 0 <= exact_last <= 1:

@@ -1,24 +1,33 @@
 """keepgrad as a callback of transformers' Trainer: `Trainer(..., callbacks=[KeepgradCallback(preset="accurate")])`.
 
-Trainer does not tell its callbacks of an error. A model whose training died stays patched, which changes neither
-evaluation nor what is saved; the next training with a KeepgradCallback puts it back first, and so does
-`keepgrad.remove(model)`.
+Trainer tells its callbacks of the end of a training, but not of an error, and does not hand itself to them. So a
+callback that is given to Trainer's constructor looks up who is being constructed, and puts the model back when that
+Trainer's `train` raises. One that is added later, by `add_callback`, is used as a context:
+
+    with KeepgradCallback(preset="accurate") as callback:
+        trainer.add_callback(callback)
+        trainer.train()
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import weakref
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..config import KeepConfig
+from ..errors import ConfigError
 from .training import Training
 
 __all__ = ["KeepgradCallback"]
 
 
 class KeepgradCallback(TrainerCallback):
-    """Trains with kept gradients: applies at the start of a training and removes at its end.
+    """Trains with kept gradients: applies at the start of a training and removes at its end, or when it fails.
 
     The plan and the saved bytes are logged by the logger "keepgrad"; figures are also in `trainer.state.log_history`.
 
@@ -34,14 +43,37 @@ class KeepgradCallback(TrainerCallback):
         ConfigError: if a setting is wrong.
     """
 
-    def __init__(
-        self, config: KeepConfig | None = None, *, exact_last: float = 0.0, cosine_every: int = 0, **options: Any
-    ) -> None:
-        self.training = Training(config, options, exact_last, cosine_every)
+    def __init__(self, config: KeepConfig | None = None, **options: Any) -> None:
+        self.training = Training(config, **options)
+
+    def __enter__(self) -> KeepgradCallback:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.training.end()
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        trainer = _trainer_at_work()
+        if trainer is None:
+            return
+        own, alive = type(trainer).train, weakref.ref(trainer)  # a Trainer is not to hold itself alive
+
+        @functools.wraps(own)
+        def train(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return own(alive(), *args, **kwargs)  # type: ignore[arg-type]
+
+        trainer.train = train  # type: ignore[method-assign]
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        trainer = _trainer_at_work()
+        if trainer is not None and isinstance(trainer.model_wrapped, nn.DataParallel):
+            raise ConfigError(
+                f"with {args.n_gpu} GPUs in one process Trainer uses nn.DataParallel, which does not go with keepgrad; "
+                "start with torchrun --nproc-per-node, or show it one GPU by CUDA_VISIBLE_DEVICES=0"
+            )
         self.training.begin(kwargs["model"], state.is_world_process_zero)
 
     def on_step_begin(
@@ -60,3 +92,14 @@ class KeepgradCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.training.end()
+
+
+def _trainer_at_work() -> Trainer | None:
+    """The Trainer that called the callback, found by looking up from here."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Trainer):
+            return found
+        frame = frame.f_back
+    return None

@@ -20,6 +20,7 @@ tensors; `measure` runs the real step and asks torch's allocator for the peak; t
 | report      | the parts at the peak, as a table and as a picture                                             |
 | autocast    | autocast by CUDA's rules, on any device                                                        |
 | optimizers  | the bytes of an optimizer's state                                                              |
+| sharding    | what one device of many holds, with DDP or FSDP2                                               |
 """
 
 from .autocast import AMP

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from .autocast import AMP, CudaRules
 from .ledger import Ledger
 from .optimizers import state_bytes
 from .report import MemoryReport, report_of
+from .sharding import bucket_bytes, gathered_bytes, shard_bytes
 
 __all__ = ["estimate"]
 
@@ -33,6 +36,8 @@ def estimate(
     amp: str | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     train_step: Callable[[nn.Module, Any], object] | None = None,
+    processes: int = 1,
+    fsdp: bool = False,
 ) -> MemoryReport:
     """The peak memory of one training step, without running it: nothing is computed or allocated.
 
@@ -49,6 +54,10 @@ def estimate(
         amp: "bf16" or "fp16" for autocast around the forward pass, by CUDA's rules wherever the model is.
         loss: from the model's output to the loss; by default the mean of the output, or its `loss` if it has one.
         train_step: forward and backward, as `train_step(model, batch)`, in place of the two.
+        processes: how many devices train together; the report is of one of them, and `batch` is what it is given.
+            With DDP, the buckets count as gradients.
+        fsdp: shards by FSDP2, block by block, in place of DDP. What is gathered for a while counts as temporary
+            (`keepgrad.memory.sharding`).
 
     Raises:
         ConfigError: if an argument is not one of those above.
@@ -58,7 +67,10 @@ def estimate(
         raise ConfigError(f"amp={amp!r} is not known; use None, 'bf16' or 'fp16'")
     if train_step is not None and (loss is not None or amp is not None):
         raise ConfigError("train_step does the whole of forward and backward; leave out loss and amp")
-    state = state_bytes(model, optimizer)
+    if processes < 1 or (fsdp and processes == 1):
+        raise ConfigError(f"processes={processes}: give a number from {2 if fsdp else 1}, e.g. 8")
+    size_of = partial(shard_bytes, processes=processes) if fsdp else None
+    state = state_bytes(model, optimizer, size_of or (lambda parameter: parameter.nbytes))
     step = train_step or (lambda model, batch: _forward_backward(model, batch, loss, amp))
     rng_state = torch.get_rng_state()
     with ExitStack() as stack:
@@ -71,7 +83,7 @@ def estimate(
         named = {**_all_named(model.named_parameters), **_all_named(model.named_buffers)}
         fakes = {f"model.{name}": own[id(t)] for name, t in named.items()}
         arguments = _batch_without_data(batch, next(iter(own.values()), None))
-        ledger = stack.enter_context(Ledger(model))
+        ledger = stack.enter_context(Ledger(model, size_of))
         for parameter in model.parameters():
             ledger.add_parameter(own[id(parameter)])
         for t in (*own.values(), *(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))):
@@ -84,7 +96,10 @@ def estimate(
             given = f"of shape {tuple(batch)}" if _is_shape(batch) else f"({type(batch).__name__})"
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InputError(f"the training step fails on a batch {given}: {reason}") from error
-    return report_of(ledger, optimizer=state)
+    report = report_of(ledger, optimizer=state)
+    if fsdp:
+        return replace(report, temporary=report.temporary + gathered_bytes(model))
+    return replace(report, gradients=report.gradients + (bucket_bytes(model) if processes > 1 else 0))
 
 
 @contextmanager

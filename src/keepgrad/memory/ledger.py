@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +31,15 @@ class Record:
 
 
 class Ledger(TorchDispatchMode):
-    """Writes down every storage that operations make or touch, until it is freed."""
+    """Writes down every storage that operations make or touch, until it is freed.
 
-    def __init__(self, model: nn.Module | None) -> None:
+    `size_of` gives the bytes that parameters and their gradients count, where that is not what they have here: on a
+    device that holds a shard of each.
+    """
+
+    def __init__(self, model: nn.Module | None, size_of: Callable[[Tensor], int] | None = None) -> None:
         super().__init__()
+        self.size_of = size_of
         self.records: list[Record] = []
         self.of: weakref.WeakKeyDictionary[Any, Record] = weakref.WeakKeyDictionary()
         self.events = 0
@@ -84,6 +89,7 @@ class Ledger(TorchDispatchMode):
             return
         self.parameters[id(parameter)] = parameter
         self.add(parameter, "parameters", before=True)
+        self._resize(parameter, parameter)
         if parameter.requires_grad:
             if parameter.grad is not None:
                 self.add(parameter.grad, "gradients", before=True)
@@ -92,6 +98,12 @@ class Ledger(TorchDispatchMode):
     def _add_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         self.rename(parameter.grad, "gradients")
+        self._resize(parameter.grad, parameter)
+
+    def _resize(self, tensor: Tensor, parameter: Tensor) -> None:
+        storage = _storage(tensor)
+        if self.size_of is not None and storage is not None:
+            self.of[storage].size = self.size_of(parameter)
 
     def _add_state(self, optimizer: torch.optim.Optimizer) -> None:
         for tensor in tree_leaves([dict(state) for state in optimizer.state.values()]):

@@ -22,8 +22,13 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
 }
 
 
-def state_bytes(model: nn.Module, optimizer: str | Callable[..., torch.optim.Optimizer]) -> int:
-    """The bytes of the optimizer's state for the model, found by a step of it on small parameters."""
+def state_bytes(
+    model: nn.Module, optimizer: str | Callable[..., torch.optim.Optimizer], size_of: Callable[[Tensor], int]
+) -> int:
+    """The bytes of the optimizer's state for the model, found by a step of it on small parameters.
+
+    `size_of` has the bytes of a parameter that the optimizer works on.
+    """
     make = OPTIMIZERS.get(optimizer, optimizer) if isinstance(optimizer, str) else optimizer
     if make is not None and not callable(make):
         raise ConfigError(
@@ -40,7 +45,7 @@ def state_bytes(model: nn.Module, optimizer: str | Callable[..., torch.optim.Opt
         if parameter.dtype not in per_element:
             per_element[parameter.dtype] = _state_of(make, parameter.dtype)
         each, constant = per_element[parameter.dtype]
-        total += parameter.numel() * each + constant
+        total += size_of(parameter) / parameter.element_size() * each + constant
     return int(total)
 
 

@@ -120,7 +120,37 @@ class Core:
 
         `key_bias` is added to the scores too; where it is given it takes care of causality.
         """
+        gate = None if self.gate is None else rows[3]
         q, k, v = self.split_heads(rows, q_at)
+        return self._attend_heads(q, k, v, gate, tensors, q_at, k_at, key_bias, dropout)
+
+    def of_joint(
+        self,
+        qkv: Tensor,
+        tensors: Tensors,
+        at: Places = Places(),  # noqa: B008
+        key_bias: Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """The same for rows in which the sections lie side by side, `[batch, n, sum of sections]`."""
+        q, k, v = self.joint_heads(qkv)
+        if self.is_bare:
+            return self.join_heads(self.attend(q, k, v, (), key_bias, dropout))
+        gate = None if self.gate is None else qkv[..., sum(self.sections[:3]) :]
+        return self._attend_heads(q, k, v, gate, tensors, at, at, key_bias, dropout)
+
+    def _attend_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Tensor | None,
+        tensors: Tensors,
+        q_at: Places,
+        k_at: Places,
+        key_bias: Tensor | None,
+        dropout: float,
+    ) -> Tensor:
         given = tensors
         if self.turn is not None:
             turned, given = tensors[: self.turn.tensors], tensors[self.turn.tensors :]
@@ -134,12 +164,21 @@ class Core:
             given = given[part.tensors :]
         out = self.join_heads(self.attend(q, k, v, added, key_bias, dropout))
         out, _ = _through(self.out_parts, out, q_at, given)
-        return out if self.gate is None else out * self.gate(rows[3])
+        return out if self.gate is None or gate is None else out * self.gate(gate)
 
     @property
     def is_bare(self) -> bool:
         """Whether it is scores, softmax and values alone."""
         return not (self.turn or self.q_parts or self.k_parts or self.biases or self.out_parts or self.gate)
+
+    def joint_heads(self, qkv: Tensor) -> Sequence[Tensor]:
+        """q, k and v, `[batch, heads, n, dim]`, of rows in which the sections lie side by side."""
+        sections = self.sections
+        if len(sections) == 3 and sections[0] == sections[1] == sections[2] and self.heads == self.kv_heads:
+            batch, count, width = qkv.shape
+            parts = qkv.view(batch, count, 3, self.heads, width // (3 * self.heads))
+            return parts.permute(2, 0, 3, 1, 4).unbind(0)
+        return self.split_heads(qkv.split(sections, -1), Places())
 
     def split_heads(self, rows: Sequence[Tensor], at: Places) -> list[Tensor]:
         """Rows `[batch, n, heads * dim]` of q, k and v as `[batch, heads, n, dim]`."""
@@ -296,7 +335,7 @@ class SelfAttention(Stage):
     def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
         projection, core = self.split_tensors(tensors)
         qkv, drawn = self.projection.forward(x, projection, kept, False)
-        out = self.core(self.sections(qkv), core)
+        out = self.core.of_joint(qkv, core)
         if not keep_extras:
             return out, drawn
         return out, (*drawn, *self._rows(qkv, tensors, kept))
@@ -361,11 +400,11 @@ class SelfAttention(Stage):
         if torch.compiler.is_compiling() or not self.core.is_bare:
 
             def core(qkv: Tensor, *tensors: Tensor) -> Tensor:
-                return self.core(self.sections(qkv), tensors, places, places, key_bias)
+                return self.core.of_joint(qkv, tensors, places, key_bias)
 
             return partial_vjp(core, qkv, tensors, needs)
         # Only what has to be is in the graph: each of its nodes costs as much as a small kernel.
-        q, k, v = leaves = [t.detach().requires_grad_() for t in self.core.split_heads(self.sections(qkv), places)]
+        q, k, v = leaves = [t.detach().requires_grad_() for t in self.core.joint_heads(qkv)]
         with torch.enable_grad():
             graph = self.core.attend(q, k, v, key_bias=key_bias)
 

@@ -68,6 +68,7 @@ class BoundAttention(NamedTuple):
 
     def attend(self, qkv: Tensor) -> Tensor:
         """Attention of the projection's output, under plain autograd."""
+        # Autograd puts the gradients of what was split together in one kernel, those of what was unbound in two.
         return self.core(qkv.split(self.core.sections, -1), self.tensors, dropout=self.dropout)
 
 

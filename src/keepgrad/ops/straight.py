@@ -277,10 +277,11 @@ def _layer_norm(
 def _linear_stage(
     code: Code, stage: Linear, turn: Turn, x: Rows | None, tensors: Sequence[str], extra: str
 ) -> tuple[Rows | None, WrittenPull]:
-    rows = None if x is None else x.flat
-    out = None
+    rows, out = "None", None
+    if turn.need_output or stage.needs_input(turn.needs, False):
+        assert x is not None
+        rows = x.flat
     if turn.need_output:
-        assert rows is not None
         out = Rows(code, flat=_linear(code, stage, rows, tensors), like=x)
 
     def write(grad: Rows) -> tuple[Rows | None, list[str]]:

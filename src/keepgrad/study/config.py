@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..config import KeepConfig
 from ..errors import ConfigError
 from ..flags import check, flag
 from ..numbers import Numbers
@@ -17,8 +19,8 @@ STEPS = Numbers(int, least=0, most=10**9)
 
 
 @dataclass(frozen=True)
-class StudyConfig:
-    """What is studied, and how thoroughly."""
+class StudyConfig(KeepConfig):
+    """What is studied, and how thoroughly. Options of `apply` are one more setting to study."""
 
     model: str | None = None
     data: str | None = flag(
@@ -54,10 +56,18 @@ class StudyConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        self.setting()
         if self.checkpoint is not None and not Path(self.checkpoint).is_file():
             raise ConfigError(f"checkpoint={self.checkpoint}: there is no such file")
         if self.resume and self.output is None:
             raise ConfigError("resume: give the output folder of the study to continue")
+
+    def setting(self) -> dict[str, Any]:
+        """The user's own options for `apply`; none where none were given."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(KeepConfig)}
+        given = {name: value for name, value in values.items() if value is not None and name != "seed"}
+        KeepConfig(**given)
+        return given
 
     def training(self) -> TrainConfig:
         """The settings that `train` would have for the same model and data."""

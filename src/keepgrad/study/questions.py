@@ -104,8 +104,17 @@ def name_of(key: str) -> str:
     return ", ".join([f"{reduce} {ratio}", *more])
 
 
-def questions(has_attention: bool, blocks: int, saved: Callable[[Options], int]) -> list[Question]:
-    """What to ask of a model with so many blocks; `saved` tells the bytes that a setting saves for backward."""
+def questions(
+    has_attention: bool, blocks: int, saved: Callable[[Options], int], own: Options | None = None
+) -> list[Question]:
+    """What to ask of a model.
+
+    Args:
+        has_attention: whether it has attention that can be reduced.
+        blocks: how many blocks it has.
+        saved: the bytes that a setting saves for backward.
+        own: a setting of the user's own, shown with the presets.
+    """
 
     def both(ratio: float, **more: Any) -> list[tuple[str, dict[str, Any]]]:
         everywhere = (EVERYWHERE, {"keep_ratio": ratio, **more})
@@ -169,6 +178,8 @@ def questions(has_attention: bool, blocks: int, saved: Callable[[Options], int])
     ready = {f"preset {name}": _without_preset(name, has_attention) for name in PRESETS}
     for ratio in (1.0, 0.5, 0.25):
         ready.setdefault(f"{ratio:g}, save input", {"keep_ratio": ratio, "save": "input"})
+    if own:
+        ready["as given"] = own
     named = tuple(Case(label, "presets", options) for label, options in ready.items())
     asked.append(Question("presets", "The presets, and the smallest settings", "", named))
     return [question for question in asked if question.cases]

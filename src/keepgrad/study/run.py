@@ -79,7 +79,7 @@ def _ask(subject: Subject, results: Results, path: Path) -> list[Question]:
             progress.update(bar, total=config.prepare)
             subject.prepare(path.with_name("start.safetensors"), lambda steps: progress.advance(bar, steps))
         progress.update(bar, description="equal memory", total=None)
-        asked = questions(subject.has_attention, subject.blocks, subject.saved)
+        asked = questions(subject.has_attention, subject.blocks, subject.saved, config.setting())
         keys = all_keys(asked)
         # In steps of training; those of a measurement are the draws, the timed ones and their like.
         once = config.batches * (config.draws + 1) + 2 * (config.rounds + 1) + 2

@@ -7,40 +7,20 @@ import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..config import PRESETS, KeepConfig
+from ..config import KeepConfig
 from ..errors import ConfigError
 from ..flags import check, flag, pairs
 from ..models import LARGEST, architecture
 from ..numbers import Numbers
-from ..ops.attention import METHODS
 from ..report import brief
-from ..sampling import MASKS, REDUCTIONS
-from ..schedule import SCHEDULES
 
 R = TypeVar("R", bound="RunFlags")
 
-__all__ = ["DETECTORS", "RECIPES", "DetectConfig", "KeepFlags", "RunFlags", "TrainConfig"]
+__all__ = ["DETECTORS", "RECIPES", "DetectConfig", "RunFlags", "TrainConfig"]
 
 DETECTORS = ("mask_rcnn", "cascade_mask_rcnn")
 SMALLEST = 32
 """Pixels a side of the smallest images of detection: the coarsest features have one position for so many."""
-
-
-def ratio(text: Any) -> Any:
-    """`0.5`, or `attention=1,mlp=0.5`; `KeepConfig` looks at what is no text."""
-    if not isinstance(text, str):
-        return text
-    if "=" in text:
-        return pairs(text)
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is no number, and not like attention=1,mlp=0.5") from None
-
-
-def policy(text: Any) -> Any:
-    """`input`, or `attention=input,mlp=heavy`; `KeepConfig` looks at what is no text."""
-    return pairs(text) if isinstance(text, str) and "=" in text else text
 
 
 def arguments(value: Any) -> dict[str, Any]:
@@ -57,7 +37,6 @@ def rule(text: Any) -> str:
 
 
 COUNT = Numbers(int, least=1, most=10**9)
-SHARE = Numbers(float, least=0, most=1)
 RATE = Numbers(float, least=0, below=1)
 DECAY = Numbers(float, above=0, below=1)
 FROM_0 = Numbers(float, least=0)
@@ -67,36 +46,8 @@ SEED = Numbers(int, least=0, most=2**64 - 1)
 
 
 @dataclass(frozen=True)
-class KeepFlags:
-    """What `keepgrad.apply` gets."""
-
-    preset: str | None = flag(None, "keepgrad's preset; with none and no --keep-ratio: accurate", choices=list(PRESETS))
-    keep_ratio: float | dict[str, float] | None = flag(
-        None, "share of positions kept: 0.5, or attention=1,mlp=0.5", type=ratio, metavar="RATIO"
-    )
-    mask: str | None = flag(None, "which positions are kept", choices=list(MASKS))
-    reduce: str | None = flag(None, "what becomes of the others", choices=list(REDUCTIONS))
-    schedule: str | None = flag(None, "the ratio over the blocks", choices=list(SCHEDULES))
-    layers: str | None = flag(None, "which blocks: all, 'first 2/3', 'last 2/3', paper", metavar="LAYERS")
-    attention: str | None = flag(None, "how attention is reduced", choices=list(METHODS))
-    save: str | dict[str, str] | None = flag(
-        None, "heavy or input, or attention=input,mlp=heavy", type=policy, metavar="POLICY"
-    )
-    store: str | dict[str, str] | None = flag(
-        None, "full or int8, or attention=full,mlp=int8", type=policy, metavar="STORE"
-    )
-
-    def keep_config(self) -> KeepConfig:
-        return KeepConfig(**self._given())
-
-    def _given(self) -> dict[str, Any]:
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(KeepFlags)}
-        return {name: value for name, value in values.items() if value is not None}
-
-
-@dataclass(frozen=True)
-class RunFlags(KeepFlags):
-    """What every kind of training has: optimizer, schedule, precision, processes, output."""
+class RunFlags(KeepConfig):
+    """What every kind of training has: keepgrad's settings, optimizer, schedule, precision, processes, output."""
 
     full: bool = flag(False, "full backprop: train without keepgrad", action="store_true")
     epochs: int = flag(100, "passes over the data", type=COUNT)
@@ -116,7 +67,6 @@ class RunFlags(KeepFlags):
     warmup_epochs: float = flag(5.0, "epochs until the highest learning rate, at most half of all", type=FROM_0)
     clip_grad: float | None = flag(None, "largest norm of the gradient", type=Numbers(float, above=0), metavar="NORM")
     ema: float | None = flag(None, "decay of a moving average of the weights, e.g. 0.9999", type=DECAY, metavar="DECAY")
-    finish: float = flag(0.0, "share of the steps, at the end, with exact gradients under checkpointing", type=SHARE)
     amp: str | None = flag(None, "autocast to this type", choices=["bf16", "fp16"])
     channels_last: bool = flag(False, "channels-last memory format")
     compile: bool = flag(False, "torch.compile the model")
@@ -136,8 +86,6 @@ class RunFlags(KeepFlags):
         self.keep_config()
         if self.full and self._given():
             raise ConfigError(f"full backprop has no use for {', '.join(self._given())}; leave out one of the two")
-        if self.finish and self.full:
-            raise ConfigError("finish: full backprop is exact from the beginning; leave out one of the two")
         if self.accumulate > 1 and self.global_batch is not None:
             raise ConfigError("give accumulate or global_batch, not both: each follows from the other")
         if self.fsdp and self.ema is not None:
@@ -147,10 +95,18 @@ class RunFlags(KeepFlags):
         if self.resume and self.output is None:
             raise ConfigError("resume: give the output folder of the run to continue")
 
+    def keep_config(self) -> KeepConfig:
+        """What `keepgrad.apply` gets. Masks follow from the seed of the run, as all else that is random does."""
+        return KeepConfig(**self._given())
+
+    def _given(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(KeepConfig)}
+        return {name: value for name, value in values.items() if value is not None and name != "seed"}
+
     def without_keepgrad(self: R) -> R:
         """The same training with full backprop."""
-        off = {field.name: None for field in dataclasses.fields(KeepFlags)}
-        return dataclasses.replace(self, **off, full=True, finish=0.0)  # type: ignore[arg-type]
+        off: dict[str, Any] = dict.fromkeys(self._given())
+        return dataclasses.replace(self, **off, full=True)
 
     def accumulation(self, processes: int) -> int:
         """Batches an optimizer step is made of."""

@@ -2,7 +2,7 @@
 
 | file         | what                                                                                       |
 | ---          | ---                                                                                        |
-| trainer      | steps, evaluation, checkpoints, the switch to exact gradients, signals                     |
+| trainer      | steps, evaluation, checkpoints, signals                                                    |
 | state        | what `--resume` continues from, and weights for others                                     |
 | record       | metrics.csv, TensorBoard, the picture of the curves, the progress bar                      |
 | stop         | how a run stops: at a signal, and with the other processes                                 |

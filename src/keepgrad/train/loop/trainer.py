@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from ...adapters import find_blocks
-from ...budget import checkpointed
 from ...data.order import mixed_seed
 from ...errors import ConfigError, DivergedError, FileError, InputError, KeepgradError, StoppedError
 from ...files import locked
 from ...flags import write_yaml
 from ...memory import AMP
-from ...patch import apply, exact
+from ...methods import checkpointed
+from ...patch import apply
 from ...plan import Plan
 from ...report import brief
 from ..config import RunFlags
@@ -152,16 +152,12 @@ class Trainer:
                 f"{config.batch_size} x {self.accumulation} batches; lower batch_size or the accumulation"
             )
         self.steps = self.steps_per_epoch * config.epochs
-        self.exact_from = round(self.steps * (1 - config.finish))
 
         model = task.model
         self.plan = None if config.full else apply(model, config.keep_config())
         self.stack = ExitStack()
         if config.checkpointing:
             self.stack.enter_context(checkpointed(model))
-        elif config.finish:
-            with checkpointed(model):  # says now, not at the end, if that cannot be
-                pass
         model.to(accelerator.device)
         if config.channels_last:
             model.to(memory_format=torch.channels_last)
@@ -338,8 +334,6 @@ class Trainer:
         from accelerate.utils import set_seed
 
         state, config = self.state, self.config
-        if state.step >= self.exact_from and self.exact_from < self.steps:
-            self._finish()
         self.scheduler.step_update(state.step)
         self.optimizer.zero_grad()
         total = torch.zeros((), device=self.accelerator.device)
@@ -390,14 +384,6 @@ class Trainer:
         if last or self.config.fsdp or self.accelerator.num_processes == 1:
             return ExitStack()
         return self.accelerator.no_sync(self.model)
-
-    def _finish(self) -> None:
-        """From here on, exact gradients in the memory of checkpointing."""
-        if self.plan is not None:
-            self.stack.enter_context(exact(self.bare))
-        if not self.config.checkpointing:
-            self.stack.enter_context(checkpointed(self.bare))
-        self.exact_from = self.steps
 
     def _end_epoch(self) -> None:
         """Evaluate, and write down what the epoch came to."""
