@@ -53,6 +53,19 @@ def test_saved_bytes_of_real_models(name):
     assert saved_bytes(lambda: model(x), model) == full
 
 
+def test_nothing_is_left_of_a_forward_whose_bytes_were_counted():
+    model, made = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), []
+
+    def forward():
+        out = model(torch.randn(2, 4))
+        made.append(weakref.ref(out))
+        return out
+
+    assert saved_bytes(forward, model) > 0
+    gc.collect()
+    assert made[0]() is None
+
+
 def test_saved_bytes_counts_each_storage_once_and_no_parameter():
     model = nn.Linear(4, 4)
     x = torch.randn(8, 4)

@@ -58,8 +58,8 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             storages[storage.data_ptr()] = storage.nbytes()
-            held.append(tensor)
-        return tensor
+            held.append(storage)
+        return tensor.detach()  # an output that is saved with its history holds itself
 
     observers.append(pack)
     try:
@@ -67,6 +67,7 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
             held.append(forward())
     finally:
         observers.remove(pack)
+        held.clear()  # the graph holds `pack`, and `pack` this list: nothing would ever free them
     return sum(storages.values())
 
 
