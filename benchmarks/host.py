@@ -1,6 +1,7 @@
 """What a training step costs the host: the time of Python and of launching operations, on tensors too small to matter.
 
     python benchmarks/host.py [--rounds 15] [--markdown]
+    python benchmarks/host.py --compile [--model ViT]      # against the plain model compiled
     python benchmarks/host.py --profile "keepgrad 0.5" [--model ViT]      # the functions in which it is spent
 
 On an accelerator the host launches kernels ahead of the device; where it falls behind, the device waits. One thread,
@@ -46,6 +47,7 @@ MODELS: dict[str, tuple[Make, int, int]] = {
 }
 NAMES = ("exact", "accurate (default)", "small, full", "small", "0.5", "balanced", "exact, int8", "accurate, int8")
 CHOSEN = ("full backprop", *(f"keepgrad {name}" for name in NAMES), "checkpointing")
+COMPILED = tuple(name for name in CHOSEN if name != "checkpointing" and "small" not in name)
 
 ON = ExitStack()  # keeps methods on their models
 
@@ -97,6 +99,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), help="this model only")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--profile", choices=CHOSEN, metavar="METHOD", help="where the time of this method goes")
+    parser.add_argument("--compile", action="store_true", help="compile every model as a whole, the plain one too")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -113,16 +116,24 @@ def main() -> None:
         profiler.disable()
         pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
         return
-    rows = {name: [name] for name in CHOSEN}
+    methods = COMPILED if args.compile else CHOSEN
+    rows = {name: [name] for name in methods}
     for make, depth, size in chosen.values():
         x = torch.randn(2, 3, size, size)
-        models = {name: built(make, depth, name) for name in CHOSEN}
+        models: dict[str, Any] = {name: built(make, depth, name) for name in methods}
+        if args.compile:
+            models = {name: torch.compile(model) for name, model in models.items()}
         steps = {name: lambda m=m, x=x: [step(m, x) for _ in range(3)] for name, m in models.items()}
         seconds = seconds_in_turns(steps, args.rounds)
-        for name in CHOSEN:
-            rows[name] += [f"{seconds[name] / seconds['full backprop']:.2f}x", f"{kernels_a_block(make, name, x):g}"]
-        rows["full backprop"][-2] += f" ({1e3 * seconds['full backprop'] / 3 / depth:.2f} ms a block)"
-    head = ("method", *(cell for name in chosen for cell in (f"{name}, time", "kernels")))
+        for name in methods:
+            rows[name].append(f"{seconds[name] / seconds['full backprop']:.2f}x")
+            if not args.compile:
+                rows[name].append(f"{kernels_a_block(make, name, x):g}")
+        rows["full backprop"][-1 if args.compile else -2] += (
+            f" ({1e3 * seconds['full backprop'] / 3 / depth:.2f} ms a block)"
+        )
+    columns = [(f"{name}, compiled",) if args.compile else (f"{name}, time", "kernels") for name in chosen]
+    head = ("method", *(cell for cells in columns for cell in cells))
     title = f"torch {torch.__version__}, timm {timm.__version__}, {platform.machine()} CPU, 1 thread"
     table = Table(title, head, [tuple(row) for row in rows.values()])
     print(table.to_markdown() if args.markdown else table.to_text())

@@ -182,13 +182,13 @@ def test_a_declaration_that_nothing_uses_is_an_error():
 
 def test_the_text_of_the_docs_adds_a_model():
     """Exactly the code that "Add a model" shows."""
-    text = (DOCS / "models.md").read_text()
-    code = re.search(r"## Add a model.*?```python\n(.*?)```", text, re.DOTALL).group(1)
+    text = (DOCS / "adding-a-model.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
     assert len(code.splitlines()) < 60
     module = types.ModuleType("mymodels")
     sys.modules["mymodels"] = module
     try:
-        exec(compile(code, "models.md", "exec"), module.__dict__)
+        exec(compile(code, "adding-a-model.md", "exec"), module.__dict__)
         torch.manual_seed(0)
         model = spread(nn.Sequential(*(module.MyBlock(24, 3) for _ in range(2)))).double()
         x = torch.randn(2, 16, 24, dtype=torch.float64)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from keepgrad.ops.attention import Core, SelfAttention
 from keepgrad.ops.spec import Spec
 from keepgrad.ops.stages import Gelu, LayerNorm, Linear, Noise, Pointwise
 
@@ -44,3 +45,15 @@ def test_samples_run_in_pieces_up_to_the_noise_at_the_end():
     assert spec().piece_end == 4
     assert spec(stages=(*MLP, dropout), counts=(*COUNTS, 0)).piece_end == 4
     assert spec(stages=(*MLP, dropout, Pointwise(torch.tanh)), counts=(*COUNTS, 0, 0)).piece_end is None
+
+
+@pytest.mark.parametrize(("reduced", "saved_at"), [(True, [0, 1]), (False, [0])])
+def test_reduced_attention_is_saved_because_slots_cannot_redo_it(reduced, saved_at):
+    attention = SelfAttention("qkv", Linear(True), Core(2, 2, (8, 8, 8)), (2, 0))
+    found = Spec((attention, Linear(False)), (2, 1), (True,) * 3, True, "input", reduced, True, None)
+    assert found.saved_at == saved_at
+
+
+def test_only_a_new_value_that_is_not_the_input_is_overwritten():
+    assert spec().overwrites == [False, False, True, False]
+    assert spec((True,), stages=(Gelu(F.gelu), Linear(False)), counts=(0, 1)).overwrites == [False, False]

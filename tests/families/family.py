@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.metadata import version
 
+import pytest
 import torch
 from conftest import spread
 from oracle_model import Branch
+from packaging.version import Version
 from torch import Tensor, nn
 
 from keepgrad import Layout
@@ -22,7 +25,8 @@ class Family:
     from what the model returns. `limit` is the share of full backprop's saved values that 0.5 may save in the branches.
     `rtol` is larger where the model itself computes in float32, whatever the type of its parameters.
     `apart` is a context in which the model has its branches in modules of their own, for the oracle, where they are
-    not.
+    not. `since` is the first version of its library that can build the model, where that is above the least that
+    keepgrad asks for.
     """
 
     make: Callable[[], nn.Module]
@@ -33,8 +37,13 @@ class Family:
     limit: float = 0.40
     rtol: float = 1e-7  # of gradients, in float64
     apart: Callable[[nn.Module], AbstractContextManager] = lambda model: nullcontext()
+    since: str = ""
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        if self.since:
+            library, least = self.since.split()
+            if Version(version(library)) < Version(least):
+                pytest.skip(f"a model of {self.since}")
         torch.manual_seed(0)
         return spread(self.make()).train().to(dtype)
 

@@ -241,9 +241,15 @@ FAMILIES: dict[str, Family] = {
         image,
         branches("EvaBlock", tokens(4, 3), 4),
     ),
-    "timm RoPE mixed": Family(partial(Eva, **ROPE, **MIXED), image, branches("EvaBlock", CLASS, 4)),
+    "timm RoPE mixed": Family(
+        partial(Eva, **ROPE, **MIXED), image, branches("EvaBlock", CLASS, 4), since="timm 1.0.31"
+    ),
     "timm grouped heads": Family(
-        partial(Eva, **ROPE, **GROUPED), image, branches("EvaBlock", CLASS, 4, query="attn.q_proj"), ("qkv", "query")
+        partial(Eva, **ROPE, **GROUPED),
+        image,
+        branches("EvaBlock", CLASS, 4, query="attn.q_proj"),
+        ("qkv", "query"),
+        since="timm 1.0.30",
     ),
     "timm BEiT": Family(
         partial(Beit, **SMALL, init_values=0.5, use_rel_pos_bias=True, qkv_bias=True),
@@ -271,13 +277,17 @@ FAMILIES: dict[str, Family] = {
         branches("ResPostBlock", CLASS, 3, post_norm=True),
     ),
     "timm ViT gated": Family(
-        partial(VisionTransformer, **SMALL, attn_layer=Gated), image, branches("Block", CLASS, 3, gate="attn.gate")
+        partial(VisionTransformer, **SMALL, attn_layer=Gated),
+        image,
+        branches("Block", CLASS, 3, gate="attn.gate"),
+        since="timm 1.0.28",
     ),
     "timm ViT gated and normed": Family(
         partial(VisionTransformer, **SMALL, attn_layer=Gated, scale_attn_norm=True),
         image,
         branches("Block", CLASS, 3, gate="attn.gate"),
         ("qkv", "query"),
+        since="timm 1.0.28",
     ),
     "timm parallel scaling": Family(partial(VisionTransformer, **SCALING), image, apart_specs(CLASS), apart=apart),
     "timm parallel scaling fused": Family(
@@ -308,6 +318,7 @@ FAMILIES: dict[str, Family] = {
         partial(naflex, **{**NAFLEX_ROPE, "rope_type": "mixed", "use_key_only_attn_mask": True, "attn_gated": True}),
         patches,
         branches("EvaBlock", Layout((16,), 1), 4, gate="attn.gate"),
+        since="timm 1.0.31",
     ),
     "timm CaiT": Family(cait, image, channels_only("LayerScaleBlock", SQUARE, "mlp.fc2"), ()),
     "timm Mixer": Family(mixer, image, channels_only("MixerBlock", SQUARE, "mlp_channels.fc2"), ()),

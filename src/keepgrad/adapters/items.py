@@ -65,12 +65,15 @@ class Attention:
         heads: the number of heads of q.
         out: what follows inside the module, in order: norm, projection, dropout.
         kv_heads: the number of heads of k and v, if another.
-        q_norm: a module that norms each head of q. `k_norm` likewise.
+        q_norm: a module that norms each head of q.
+        k_norm: a module that norms each head of k.
         scale: the factor of the scores; None for `dim ** -0.5`.
         bias: returns what is added to the scores, `[heads or 1, n, n]`. It gets its gradient.
         rotate_half: how rotary positions pair channels, if the model has them (see `ops.attention.rotate`).
         turn: a function for rotary positions that are other ones, of the tensors that a call gives as `rope`.
-        q_parts, k_parts, biases: more functions inside (see `ops.attention.Core`), each with where to read its tensors.
+        q_parts: more functions of q (see `ops.attention.Core`), each with where to read its tensors.
+        k_parts: the same for k.
+        biases: the same for what is added to the scores.
         gate: a layer on the input whose sigmoid the output is multiplied with.
         gate_norm: a norm of the output before the gate.
         dropout: a function that returns the probability with which entries of the attention matrix are dropped now.

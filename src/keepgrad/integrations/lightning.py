@@ -35,9 +35,17 @@ class KeepgradCallback(Callback):
         ConfigError: if a setting is wrong.
     """
 
-    def __init__(self, config: KeepConfig | None = None, *, module: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        config: KeepConfig | None = None,
+        *,
+        module: str | None = None,
+        exact_last: float = 0.0,
+        cosine_every: int = 0,
+        **options: Any,
+    ) -> None:
         self.module = module
-        self.training = Training(config, **options)
+        self.training = Training(config, exact_last=exact_last, cosine_every=cosine_every, **options)
         self.steps = float("inf")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -43,8 +43,10 @@ class KeepgradCallback(TrainerCallback):
         ConfigError: if a setting is wrong.
     """
 
-    def __init__(self, config: KeepConfig | None = None, **options: Any) -> None:
-        self.training = Training(config, **options)
+    def __init__(
+        self, config: KeepConfig | None = None, *, exact_last: float = 0.0, cosine_every: int = 0, **options: Any
+    ) -> None:
+        self.training = Training(config, exact_last=exact_last, cosine_every=cosine_every, **options)
 
     def __enter__(self) -> KeepgradCallback:
         return self
