@@ -14,16 +14,32 @@ INK, QUIET, LINE, PAPER = "#1f2933", "#52606d", "#9aa5b1", "#ffffff"
 ALL, KEPT, EMPTY, GRADIENT = "#a9c7e8", "#f2a33a", "#eef1f4", "#8fce9b"
 
 SAVED = {
-    "full backprop": ({}, [("x", 1), ("norm", 1), ("q, k, v", 3), ("out", 1)], [("x", 1), ("norm", 1), ("fc1", 4), ("gelu", 4)]),
+    "full backprop": (
+        {},
+        [("x", 1), ("norm", 1), ("q, k, v", 3), ("out", 1)],
+        [("x", 1), ("norm", 1), ("fc1", 4), ("gelu", 4)],
+    ),
     'preset="exact"': ({"preset": "exact"}, [("x", 1), ("q, k, v", 3), ("out", 1)], [("x", 1), ("fc1", 4)]),
     "default (accurate)": ({"preset": "accurate"}, [("x", 1), ("q, k, v", 3), ("out", 1)], [("x", 0.5), ("fc1", 2)]),
     "keep_ratio=0.5": ({"keep_ratio": 0.5}, [("x", 0.5), ("q, k, v", 1.5), ("out", 0.5)], [("x", 0.5), ("fc1", 2)]),
-    'exact, store="int8"': ({"preset": "exact", "store": "int8"}, [("x", 0.258), ("q, k, v", 0.773)], [("x", 0.258), ("fc1", 1.031)]),
+    'exact, store="int8"': (
+        {"preset": "exact", "store": "int8"},
+        [("x", 0.258), ("q, k, v", 0.773)],
+        [("x", 0.258), ("fc1", 1.031)],
+    ),
     'exact, save="input"': ({"preset": "exact", "save": "input"}, [("x", 1)], [("x", 1)]),
     'preset="small"': ({"preset": "small"}, [("x", 0.258)], [("x", 0.129)]),
-}  # fmt: skip
+}
 """A setting: options of `keepgrad.plan`, and what a block of a ViT saves in attention and in the MLP, in rows of C
 values in float32 for each position."""
+
+SLOT_NOTE = (
+    "s is what the backward pass of the branch computes for the slot. In a group of m members, m takes the place of 2."
+)
+SAVED_NOTE = (
+    "x: input of the branch. norm, q k v, out (of attention), fc1, gelu: outputs of these layers. "
+    "Width is memory: 8 bits are a quarter of the width."
+)
 
 
 class Drawing:
@@ -45,7 +61,9 @@ class Drawing:
             f'stroke-width="{wide:g}"/>'
         )
 
-    def line(self, x1: float, y1: float, x2: float, y2: float, tip: bool = False, stroke: str = QUIET, wide: float = 1.4) -> None:  # fmt: skip
+    def line(
+        self, x1: float, y1: float, x2: float, y2: float, tip: bool = False, stroke: str = QUIET, wide: float = 1.4
+    ) -> None:
         end = ' marker-end="url(#tip)"' if tip else ""
         self.parts.append(
             f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{stroke}" stroke-width="{wide:g}"{end}/>'
@@ -54,7 +72,16 @@ class Drawing:
     def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
         self.line(x1, y1, x2, y2, tip=True)
 
-    def text(self, x: float, y: float, words: str, anchor: str = "middle", size: int = 13, fill: str = INK, bold: bool = False) -> None:  # fmt: skip
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        anchor: str = "middle",
+        size: int = 13,
+        fill: str = INK,
+        bold: bool = False,
+    ) -> None:
         weight = ' font-weight="bold"' if bold else ""
         words = words.replace("&", "&amp;").replace("<", "&lt;")
         self.parts.append(
@@ -159,7 +186,12 @@ def masks() -> str:
     """Masks on a map of 8x8 positions, drawn by keepgrad itself, and what becomes of a dropped position."""
     d = Drawing(980, 560, "Masks and groups, and what becomes of the gradient of a dropped position")
     d.text(20, 28, "Which positions are kept: a map of 8x8 positions", "start", 15, bold=True)
-    panels = (("grid", 0.5, "groups: pairs"), ("grid", 0.25, "groups: 2x2 tiles"), ("random", 0.5, "any positions"), ("block", 0.5, "one contiguous piece"))  # fmt: skip
+    panels = (
+        ("grid", 0.5, "groups: pairs"),
+        ("grid", 0.25, "groups: 2x2 tiles"),
+        ("random", 0.5, "any positions"),
+        ("block", 0.5, "one contiguous piece"),
+    )
     side = 22
     for i, (mask, ratio, words) in enumerate(panels):
         kept = sample(SEEDS[mask, ratio], 1, Layout((8, 8)), ratio, mask, "fold")
@@ -169,17 +201,31 @@ def masks() -> str:
         left, top = 40 + 236 * i, 66
         d.text(left + 4 * side, top - 12, f'mask="{mask}", keep-ratio {ratio:g}', size=12, bold=True)
         for place in range(64):
-            d.box(left + place % 8 * side, top + place // 8 * side, side, side, KEPT if place in picked else EMPTY, "#d5dbe1")  # fmt: skip
+            d.box(
+                left + place % 8 * side,
+                top + place // 8 * side,
+                side,
+                side,
+                KEPT if place in picked else EMPTY,
+                "#d5dbe1",
+            )
         if mask == "grid":
             _outline_groups(d, group, left, top, side)
         d.box(left, top, 8 * side, 8 * side, "none", QUIET, 1.5)
         d.text(left + 4 * side, top + 8 * side + 20, words, fill=QUIET)
-    d.text(20, 300, "What becomes of the others: a pair of a (picked) and b (not picked), with one slot", "start", 15, bold=True)  # fmt: skip
+    d.text(
+        20,
+        300,
+        "What becomes of the others: a pair of a (picked) and b (not picked), with one slot",
+        "start",
+        15,
+        bold=True,
+    )
     for x, words in ((250, "activations of the slot"), (450, "gradient of the slot"), (800, "gradient given back")):
         d.text(x, 326, words, fill=QUIET)
     rows = (
         ("drop", "the paper", "a", "grad a", ("s", "0")),
-        ("scaled", "", "a", "2 × grad a", ("s", "0")),
+        ("scaled", "", "a", "2 * grad a", ("s", "0")),
         ("fold", "the default", "a", "grad a + grad b", ("s / 2", "s / 2")),
         ("pool", "", "(a + b) / 2", "grad a + grad b", ("s / 2", "s / 2")),
     )
@@ -196,7 +242,7 @@ def masks() -> str:
         for x, who, words in ((755, "a", back[0]), (845, "b", back[1])):
             d.box(x - 45, y - 15, 90, 30, EMPTY if words == "0" else GRADIENT)
             d.text(x, y + 5, f"to {who}: {words}")
-    d.text(20, 545, "s is what the backward pass of the branch computes for the slot. In a group of m members, m takes the place of 2.", "start", 12, QUIET)  # fmt: skip
+    d.text(20, 545, SLOT_NOTE, "start", 12, QUIET)
     return d.done()
 
 
@@ -219,7 +265,14 @@ def saved() -> str:
     """What one block of a ViT saves for backward with several settings."""
     d = Drawing(980, 420, "What one block of a vision transformer saves for the backward pass")
     unit, left = 43, 175
-    d.text(20, 28, "What one ViT block saves for each position (1 = one row of C values in float32)", "start", 15, bold=True)  # fmt: skip
+    d.text(
+        20,
+        28,
+        "What one ViT block saves for each position (1 = one row of C values in float32)",
+        "start",
+        15,
+        bold=True,
+    )
     for i, words in enumerate(("attention branch", "MLP branch")):
         d.box(left + 160 * i, 44, 12, 12, (ALL, KEPT)[i])
         d.text(left + 18 + 160 * i, 55, words, "start", 12)
@@ -236,7 +289,7 @@ def saved() -> str:
                 x += size * unit
         total = sum(size for part in parts for _, size in part)
         d.text(x + 10, y + 20, f"{total:.2g} of {whole}", "start", bold=True)
-    d.text(20, 408, "x: input of the branch. norm, q k v, out (of attention), fc1, gelu: outputs of these layers. Width is memory: 8 bits are a quarter of the width.", "start", 12, QUIET)  # fmt: skip
+    d.text(20, 408, SAVED_NOTE, "start", 12, QUIET)
     return d.done()
 
 
