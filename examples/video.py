@@ -101,7 +101,7 @@ def accuracy(model: nn.Module, count: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=160, help="training steps a run (default: 160)")
+    parser.add_argument("--steps", type=int, default=200, help="training steps a run (default: 200)")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each setting (default: 2)")
     parser.add_argument("--held-out", type=int, default=1024, help="clips for the accuracy (default: 1024)")
     args = parser.parse_args()

@@ -5,7 +5,7 @@ import json
 from keepgrad.data import digits
 from keepgrad.study.results import Results
 
-SMALL = {**digits.SETTINGS["model_kwargs"], "embed_dim": 32, "depth": 2, "num_heads": 2}
+SMALL = {**digits.SETTINGS["model_kwargs"], "img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 2, "num_heads": 2}
 QUICK = {"model": "vit_tiny_patch16_224", "model_kwargs": SMALL, "crop_pct": 1.0, "batch_size": 8, "batches": 1}
 
 

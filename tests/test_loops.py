@@ -1,14 +1,17 @@
 """Patched models in the loops and tools of torch: what a plain model is accepted by, and what is refused in words."""
 
+import contextlib
 import copy
 import inspect
 import os
 import typing
+import warnings
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from conftest import assert_same, both, grads, images, vit
+from families import FAMILIES
 from processes import free_port
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -59,7 +62,13 @@ def test_what_cannot_see_through_a_patched_model_is_refused_in_words(options):
     def loss(parameters, x):
         return torch.func.functional_call(model, parameters, (x,)).square().sum()
 
+    def forward_mode():
+        math = torch.nn.attention.SDPBackend.MATH  # the others cannot, in the plain model either
+        with torch.autograd.forward_ad.dual_level(), torch.nn.attention.sdpa_kernel(math):
+            model(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
     tries = {
+        "forward-mode differentiation": [forward_mode],
         "torch.func": [
             lambda: torch.func.grad(loss)(parameters, x),
             lambda: torch.func.vmap(model)(x[:, None]),
@@ -139,6 +148,48 @@ def test_apply_activation_checkpointing(make, size):
     torch.testing.assert_close(y_again, y)
     found = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in found.items()}
     assert_same(found, wanted)
+
+
+WRAPPED = {
+    "timm ViT": ["attn", "norm1", "mlp"],
+    "timm BEiT": ["attn"],
+    "timm ConvNeXt V2": ["mlp", "norm"],
+    "timm Swin": ["attn", "norm2", "qkv"],
+    "TransformerEncoderLayer": ["self_attn", "linear1"],
+    "torchvision MViT 1": ["attn", "mlp"],
+    "HF Llama": ["self_attn", "mlp", "input_layernorm"],
+}
+
+
+@pytest.mark.parametrize("first", ["apply", "wrap"])
+@pytest.mark.parametrize(("name", "part"), [(name, part) for name, parts in WRAPPED.items() for part in parts])
+def test_apply_activation_checkpointing_of_parts_of_a_block(name, part, first):
+    """The forward and the gradients are the plain model's, and where a site is lost that is said."""
+    if name not in FAMILIES:
+        pytest.skip("its library is not installed")
+    family = FAMILIES[name]
+    model = family.model()
+    plain = copy.deepcopy(model)
+
+    def wrap():
+        parts = {id(m) for path, m in model.named_modules() if path.rpartition(".")[2] == part}
+        apply_activation_checkpointing(model, check_fn=lambda module: id(module) in parts)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "keepgrad: .* now runs with full backprop: its .* is wrapped")
+        steps = {"apply": lambda: keepgrad.apply(model, keep_ratio=1.0, store="full"), "wrap": wrap}
+        for step in sorted(steps, key=lambda step: step != first):
+            with contextlib.suppress(keepgrad.NoSiteError):
+                steps[step]()
+        found = []
+        for one in (model, plain):
+            torch.manual_seed(0)
+            out = family.run(one)
+            out.square().mean().backward()
+            gradients = {n: p.grad for n, p in one.named_parameters() if p.grad is not None}
+            found.append((out, {n.replace("_checkpoint_wrapped_module.", ""): g for n, g in gradients.items()}))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-5)
+    assert_same(found[0][1], found[1][1], rtol=1e-3, atol=1e-5)
 
 
 def test_an_optimizer_in_backward():

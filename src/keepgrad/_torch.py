@@ -27,6 +27,7 @@ __all__ = [
     "in_backward",
     "is_fake",
     "is_real",
+    "is_wrapper",
     "last_function_mode",
     "only_counts",
     "tensors_of",
@@ -94,6 +95,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether this is a wrapper of `apply_activation_checkpointing`: it looks like the module inside, and is not."""
+    return "_checkpoint_wrapped_module" in module._modules
+
+
 def last_function_mode() -> object:
     """The mode that sees calls of torch's functions first, the one that was entered last; None if there is none."""
     return torch.overrides._get_current_function_mode()
@@ -103,6 +109,8 @@ def watcher(given: object) -> str | None:
     """What records or transforms a call with these arguments, and cannot see through an `autograd.Function`."""
     if torch._C._are_functorch_transforms_active():
         return "a transform of torch.func"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
     if torch.jit.is_tracing():
         return "torch.jit.trace"
     return "torch.fx" if any(isinstance(leaf, torch.fx.Proxy) for leaf in tree_leaves(given)) else None

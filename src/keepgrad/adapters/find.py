@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._torch import is_wrapper
 from .items import Unsupported, path_of
 from .modules import HAS_HOOKS
 from .position_wise import declared_adapter, position_wise_adapter
@@ -68,6 +69,7 @@ class Block:
 
     def compile(self, kind: str) -> Program:
         """The program of a branch as the block is now. Raises Unsupported."""
+        _refuse_wrappers(self.module)
         items = self.adapter.branches(self.module)[kind]
         if isinstance(items, str):
             raise Unsupported(items)
@@ -75,6 +77,21 @@ class Block:
         if program.hooked and not self.adapter.gives_rows:
             raise Unsupported(HAS_HOOKS.format(program.hooked))
         return program
+
+
+def _refuse_wrappers(block: nn.Module) -> None:
+    """Raise Unsupported if a part of the block is wrapped for checkpointing, so that the block's own forward is run.
+
+    Blocks inside of it, and wrappers around those, are their own concern.
+    """
+    for name, child in block.named_children():
+        wraps = is_wrapper(child)
+        inner = child._modules["_checkpoint_wrapped_module"] if wraps else child
+        if inner is None or path_of(inner) in REGISTRY:
+            continue
+        if wraps:
+            raise Unsupported(f"its {name} is wrapped by {type(child).__name__}; wrap the whole block instead")
+        _refuse_wrappers(inner)
 
 
 def find_blocks(model: nn.Module, declared: Mapping[str, Any] | None = None) -> list[Block]:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import has_hooks
 from ..ops.attention import Part, Places, add_dense
-from .items import Attention, Unsupported
+from .items import Attention, Unsupported, path_of
 from .modules import is_plain
 from .registry import Adapter, RunBranch, adapts
 from .timm_windows import probe
@@ -56,7 +55,8 @@ class MultiscaleBlock(Adapter):
         probe(m, "pool_skip", "proj_after_attn", "project")
         if m.needs_transposal:
             raise Unsupported("its norms are batch norms, which work over positions")
-        if has_hooks(m.attn) or not is_plain(m.attn):
+        # A wrapper, as of checkpointing, has the attention's attributes, but not its forward.
+        if not is_plain(m.attn) or path_of(m.attn) != f"{MODELS}video.mvit.MultiscaleAttention":
             raise Unsupported("its attention has hooks, or a forward of its own")
         return {"attention": [m.norm1, m.attn.qkv], "mlp": [m.norm2, m.mlp, m.stochastic_depth]}
 

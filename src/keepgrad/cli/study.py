@@ -15,7 +15,7 @@ __all__ = ["add_arguments", "run"]
 
 # With no model and no data: a small ViT on digits, trained for a while.
 DEFAULT = {name: digits.SETTINGS[name] for name in ("model", "model_kwargs", "crop_pct", "batch_size")}
-DEFAULT |= {"prepare": 400, "train": 30, "seeds": 2, "lr": 1e-3, "draws": 3, "rounds": 3, "workers": 0}
+DEFAULT |= {"prepare": 800, "train": 30, "seeds": 2, "lr": 3e-3, "draws": 3, "rounds": 3, "workers": 0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

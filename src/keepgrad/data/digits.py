@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
     "crop_pct": 1.0,
     "aug": False,
     "smoothing": 0.0,
-    "epochs": 20,
+    "epochs": 30,
     "batch_size": 32,
     "lr": 3e-3,
     "warmup_epochs": 2.0,
