@@ -45,7 +45,7 @@ def test_compile_a_model_for_images_of_any_aspect():
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
     ("make", "options", "size"),
-    [(vit, {"depth": 1}, 32), (convnext, {"depths": (1, 1), "dims": (8, 12)}, 32)],
+    [(vit, {"depth": 1}, 32), (convnext, {"depths": (1, 1, 0, 0)}, 64)],
     ids=["vit", "convnext"],
 )
 def test_compiled_gradients_equal_eager_ones(make, options, size):

@@ -24,7 +24,8 @@ HAPPENS = """
 import multiprocessing, os, pathlib, subprocess, sys, time
 from torch.utils.data import get_worker_info
 from keepgrad.cli import main
-from keepgrad.train import images, loop, order
+from keepgrad.data import images, order
+from keepgrad.train import loop
 
 what, number, process = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 step, following, collated = loop.Trainer._step, order._next, images._collated
