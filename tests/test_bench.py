@@ -164,6 +164,16 @@ def test_the_command_writes_a_table_json_and_a_picture(tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bench.json", "bench.png"]
 
 
+def test_a_setting_of_the_users_own_is_measured_too(capsys):
+    assert run("--only", "checkpointing", "--keep-ratio", "0.3", "--mask", "random") == 0
+    assert "keepgrad 0.3, mask random" in capsys.readouterr().out
+
+
+def test_the_method_that_is_named_is_profiled(capsys):
+    assert run("--profile", "keepgrad exact", "--keep-ratio", "0.3") == 0
+    assert "embedding_bag" not in capsys.readouterr().out  # how gradients are folded, which exact does not do
+
+
 def test_a_method_that_is_not_known_is_said_with_those_that_are(capsys):
     assert run("--only", "magic") == 2
     assert "there is no method 'magic' for this model; these are: 'full backprop', " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Every example runs as it is."""
+"""Every example runs as it is, the notebook too."""
 
 import re
 import runpy
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+NOTEBOOK = EXAMPLES[0].parent / "from_too_large_to_training.ipynb"
 NEEDS = {
     "transformers_trainer": ("transformers", "accelerate"),
     "lightning_fit": ("lightning",),
@@ -51,4 +52,25 @@ def test_an_example_runs(path, capsys, tmp_path, monkeypatch):
 
 def test_the_readme_names_every_example():
     readme = (EXAMPLES[0].parents[1] / "README.md").read_text()
-    assert all(f"examples/{path.name}" in readme for path in EXAMPLES)
+    assert all(f"examples/{path.name}" in readme for path in (*EXAMPLES, NOTEBOOK))
+
+
+def printed(notebook):
+    """What each cell of code prints."""
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return ["".join(out.get("text", "") for out in cell.outputs if out.get("name") != "stderr") for cell in code]
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_notebook_runs_and_fits_its_budget(tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    committed = printed(notebook)
+    said = printed(nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}}).execute())
+    full, now, budget = map(int, re.findall(r"(\d+) ?MiB", next(text for text in said if "full backprop: " in text)))
+    assert now <= budget < full
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", "".join(said))]
+    assert losses[-1] < losses[0] - 0.2
+    assert [bool(text) for text in committed] == [bool(text) for text in said]  # committed with its outputs
+    assert not re.search(r"/(home|root|tmp|usr|work)/", NOTEBOOK.read_text())
+    assert not list(tmp_path.iterdir())

@@ -133,6 +133,7 @@ class Bench(Report):
         """Peak memory against time, a point for each method; lower left is better."""
         figure = figures().Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
+        drawn: list[tuple[float, float]] = []
         for row in self.rows:
             if row.problem or not (row.seconds and row.peak and self.base.peak):
                 continue
@@ -141,7 +142,9 @@ class Bench(Report):
             ours, packed = row.name.startswith("keepgrad"), "int8" in row.name or row.name == "keepgrad small"
             axes.plot(peak, seconds, "o", color=("C2" if packed else "C0") if ours else "0.5")
             name = row.name.removeprefix("keepgrad ")
-            axes.annotate(name, (peak, seconds), (5, 3), textcoords="offset points", fontsize=7)
+            overlaps = any(abs(math.log(peak / x)) < 0.1 and abs(seconds - y) < 0.03 for x, y in drawn)
+            axes.annotate(name, (peak, seconds), (5, -10 if overlaps else 3), textcoords="offset points", fontsize=7)
+            drawn.append((peak, seconds))
         axes.axhline(1, color="0.8", linewidth=0.8, zorder=0)
         axes.axvline(1, color="0.8", linewidth=0.8, zorder=0)
         against = f"against {self.base.name}"

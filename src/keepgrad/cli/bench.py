@@ -18,7 +18,7 @@ from ..bench import Task, bench, check
 from ..config import KeepConfig
 from ..errors import ConfigError, InputError, KeepgradError, StoppedError, reason_of
 from ..memory import AMP
-from ..methods import FULL, Method, methods_for
+from ..methods import FULL, Method, kept, methods_for
 from ..report import figures, progress
 from .numbers import pixels, positive
 from .version import versions
@@ -63,10 +63,14 @@ def run(args: argparse.Namespace) -> None:
     model = models.create(args.model, size=args.size, device=str(device))
     given = models.inputs_for(model, args.batch or 16, args.size, args.length, device)
     task = Task(model, given, args.amp, args.compile)
-    methods = _chosen(methods_for(model), (args.profile and [args.profile]) or args.only)
+    options = flags.given(args, KeepConfig)
+    methods = methods_for(model, options)
     if args.profile:
-        print(_profile(task, methods[-1]))
+        named = [method for method in _chosen(methods, [args.profile]) if method.name == args.profile]
+        print(_profile(task, named[0]))
         return
+    own = [kept(**options).name] if options else []
+    methods = _chosen(methods, args.only and [*args.only, *own])
     checks = _checked(task)
     rounds = args.rounds or 9
     with progress(len(methods) + rounds + 1) as advance:
