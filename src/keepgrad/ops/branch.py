@@ -1,12 +1,17 @@
-"""A branch of a block: stages in a row, at most one of which is attention.
+"""A branch of a block: a sequence of stages, at most one of which is attention.
 
-Attention is one chain with everything around it where its backward is reduced or redone. It is redone with
-save="input", and where values are stored in 8 bits: its backward is never taken at values that do not belong together.
-Where it is neither (every position kept and save="heavy") or cannot be (dropout of the attention matrix, a method that
-cuts a projection which is no plain linear layer), the attention itself is left to autograd and its fused kernel, and
-the chains before and after it run in the engine.
+The attention and all stages around it form one chain if the backward of the attention is reduced or if the attention
+is redone in backward. It is redone with save="input", and also if saved values are stored in 8 bits: q, k, v and the
+output must belong together, and they would not if each were rounded separately.
 
-A module with hooks is called as itself, so that they run as in the plain model; its forward is then a branch too.
+In two cases the attention itself is left to autograd and its fused kernel, and the stages before and after it run in
+the engine as two chains:
+- Nothing is reduced or redone: every position is kept, with save="heavy".
+- The engine cannot do it. For example, the attention matrix has dropout, or the method differentiates only some output
+  channels of the projection and the projection is not made of plain linear layers.
+
+A module with hooks is called as a module, so that its hooks run as in the plain model. Its forward is then a branch of
+its own.
 """
 
 from __future__ import annotations
@@ -28,9 +33,10 @@ __all__ = ["BoundAttention", "Branch", "Hooked"]
 
 @dataclass(frozen=True)
 class Hooked(Stage):
-    """A module with hooks, which is called as itself: `call(forward, x)` calls it with another forward for the moment.
+    """A module with hooks.
 
-    `bind` reads the tensors of what it is made of, when its hooks before the forward have run.
+    `call(forward, x)` calls the module, with its forward replaced by `forward` during the call. `bind` makes the branch
+    of the module's own stages and tensors; it is called after the module's pre-forward hooks have run.
     """
 
     name: str
@@ -39,7 +45,11 @@ class Hooked(Stage):
 
 
 class BoundAttention(NamedTuple):
-    """The attention of a branch: the projection to q, k and v as a link, what is done with them, and its tensors."""
+    """The attention of a branch.
+
+    `projection` makes q, k and v from the input. `core` is what is done with them, and `tensors` are the core's
+    tensors. `dropout` is the dropout probability of the attention matrix.
+    """
 
     projection: Link
     core: Core
@@ -48,35 +58,35 @@ class BoundAttention(NamedTuple):
 
     @property
     def cuttable(self) -> bool:
-        """Whether some output channels of the projection can be differentiated without the others."""
+        """True if the projection can be differentiated for some of its output channels only."""
         stage = self.projection[0]
         inner = stage.stages if isinstance(stage, Parallel) else (stage,)
         return all(isinstance(one, Linear) for one in inner)
 
     def is_whole(self, reduced: bool, method: str, save: str, packs: bool) -> bool:
-        """Whether the attention itself is left to autograd."""
+        """True if the attention itself is left to autograd (see the module docstring)."""
         if self.dropout > 0 or (not reduced and save == "heavy" and not packs):
             return True
         if method == "head" and (self.core.heads != self.core.kv_heads or self.core.out_parts):
-            return True  # heads share a key, or a norm of their outputs
+            return True  # several heads use the same key, or one norm over their outputs
         return reduced and method != "qkv" and not self.cuttable
 
     def stage(self, method: str) -> SelfAttention:
-        """It as a stage of a chain, whose tensors are those of the projection, its own, and the heads if given."""
+        """The attention as one stage. Its tensors: the projection's, the core's, and the kept heads if given."""
         stage, tensors = self.projection
         return SelfAttention(method, stage, self.core, (len(tensors), len(self.tensors)))
 
     def attend(self, qkv: Tensor) -> Tensor:
-        """Attention of the projection's output, under plain autograd."""
-        # Autograd puts the gradients of what was split together in one kernel, those of what was unbound in two.
+        """Run the attention on the projection's output, under plain autograd."""
+        # The backward of `split` joins the gradients in one kernel; that of `unbind` takes two.
         return self.core(qkv.split(self.core.sections, -1), self.tensors, dropout=self.dropout)
 
 
 class Branch(NamedTuple):
     """The stages of a branch with their tensors; `attention` lies between `before` and `after`.
 
-    `chains` is kept by whoever builds the same branch in every step: the chains that were made of its stages.
-    `is_hooked` says that some stages are `Hooked`; what lies between them runs in pieces.
+    `chains` caches the chains made from the stages. A caller that builds the same branch in every step keeps this dict
+    and passes it again. `is_hooked` is True if some stages are `Hooked`; the branch then runs in pieces, cut at them.
     """
 
     before: Sequence[Link]
@@ -95,7 +105,10 @@ class Branch(NamedTuple):
         heads: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
-        """All positions forward, the kept slots or heads backward; the residual is added. `noise` is `Chain`'s."""
+        """Run forward on all positions and backward on the kept slots or heads, and add the residual.
+
+        `noise` is that of `Chain.run`.
+        """
         if self.is_hooked:
             return self._run_pieces(x, kept, save, residual, method, heads, noise)
         attention = self.attention
@@ -126,8 +139,12 @@ class Branch(NamedTuple):
         heads: Tensor | None,
         noise: Tensor | None,
     ) -> Tensor:
-        """One piece after the other. A slot's gradient goes to its positions and comes back as it was at each end of
-        one; only the last may scale it, and before attention whose keys are all kept every position has one."""
+        """Run one piece after the other.
+
+        Between two pieces, the gradient of each slot is given back to its positions and gathered again, which leaves it
+        unchanged. Only the last piece may scale it (reduce="scaled"), or it would be scaled several times. With a
+        method other than "qkv" every position gets a gradient from the attention, so pieces before it keep all.
+        """
         pieces = self._pieces()
         attends = [number for number, piece in enumerate(pieces) if isinstance(piece, Branch) and piece.attention]
         for number, piece in enumerate(pieces):
@@ -148,7 +165,7 @@ class Branch(NamedTuple):
         return x
 
     def _pieces(self) -> list[Branch | Hooked]:
-        """The branch, cut where modules have hooks."""
+        """The branch cut into pieces: each `Hooked` stage is a piece, and so is each run of stages between them."""
         found: list[Branch | Hooked] = []
         links: list[Link] = []
         attention = None
@@ -175,7 +192,7 @@ class Branch(NamedTuple):
         return found
 
     def flat(self) -> Branch:
-        """The same without hooks."""
+        """The same branch without hooks: each `Hooked` stage is replaced by the stages of its module."""
         if not self.is_hooked:
             return self
 
@@ -186,7 +203,7 @@ class Branch(NamedTuple):
         return Branch(inside(self.before), self.attention, inside(self.after))
 
     def _chain(self, key: Any, links: Sequence[Link]) -> Chain:
-        """The chain of some links, made once."""
+        """The chain of these links, made once and then taken from `chains`."""
         chain = None if self.chains is None else self.chains.get(key)
         if chain is None:
             chain = Chain([stage for stage, _ in links], [len(tensors) for _, tensors in links])
@@ -195,14 +212,17 @@ class Branch(NamedTuple):
         return chain
 
     def plain(self, x: Tensor) -> Tensor:
-        """The branch under ordinary autograd."""
+        """Run the branch under ordinary autograd."""
         if self.attention is None:
             return run_stages(self.before, x)
         out = self.attention.attend(run_stages([*self.before, self.attention.projection], x))
         return run_stages(self.after, out)
 
     def on_meta(self) -> Branch:
-        """The same branch with tensors that have no data and all need gradients, and without hooks."""
+        """The same branch without hooks, and with tensors on the meta device.
+
+        All floating-point tensors need gradients.
+        """
         if self.is_hooked:
             return self.flat().on_meta()
 

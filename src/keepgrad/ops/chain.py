@@ -1,15 +1,16 @@
-"""The branch engine: a chain of stages, with its residual add, as one autograd.Function.
+"""The branch engine: runs a chain of stages and its residual add as one autograd.Function.
 
-Forward runs every stage on all rows `[batch, positions, channels]` and saves slots of a few values. Backward reduces
-the output gradient to slots once, walks the chain on slots alone, and gives the result back to all positions once.
+Forward runs every stage on all rows `[batch, positions, channels]`. Of the values between the stages it saves only a
+few, and of those only the slots. Backward reduces the output gradient to slots once, goes back through the chain on
+slots alone, and gives the result back to all positions once.
 
-What is saved depends on the policy:
-- `heavy`: the input of the chain and the outputs of heavy stages; cheap stages are redone.
+The setting `save` says which values are saved:
+- `heavy`: the input of the chain and the outputs of heavy stages. Cheap stages are redone in backward.
 - `input`: the input of the chain, and what cannot be redone from it (the output of reduced attention, noise).
-A value is saved only where the backward of some stage reads it: with frozen weights most are not. Where `noise` is
-given, values are packed into 8 bits when they are saved, and unpacked one by one in backward.
+A value is saved only if the backward of some stage reads it. With frozen weights, most values are not read. If `noise`
+is given, values are packed into 8 bits when they are saved, and unpacked one by one in backward.
 
-Backward is the backward of the same chain on the slots, in which each saved value takes the place of the redone one.
+Backward redoes the values that were not saved, on the slots. Where a value was saved, the saved one is used.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ __all__ = ["SAVES", "Chain", "engine", "run_stages"]
 
 SAVES = ("heavy", "input")
 PIECE_BYTES = 2**24
-"""About the largest temporary of a forward pass on the CPU that would otherwise have twice as much, or more."""
+"""Target size of one temporary on the CPU. Batches that would need twice as much or more run in pieces of this size."""
 _KEPT_TENSORS = 5
 
 
 class _Engine(threading.local):
-    """`saves` is True while autograd saves what a chain asks it to, which is packed already where it is to be.
+    """What the engine tells `outside.Outside`, the context that packs what the rest of the model saves.
 
-    `outside` is what packs the rest of the model meanwhile (see `outside`); it need not watch what a chain does.
+    `saves` is True while a chain runs that packs its own values, so they must not be packed again. `outside` is the
+    context that is on, or None. Such a chain pauses it while it runs, if possible.
     """
 
     saves = False
@@ -54,7 +56,10 @@ engine = _Engine()
 
 
 class Chain:
-    """Stages in a row, with `counts` tensors each. What follows from them is worked out once for each way to run."""
+    """A sequence of stages. `counts` says how many tensors each stage has.
+
+    `specs` caches one `Spec` for each way to run the chain.
+    """
 
     def __init__(self, stages: Sequence[Stage], counts: Sequence[int]) -> None:
         self.stages, self.counts = tuple(stages), tuple(counts)
@@ -71,15 +76,15 @@ class Chain:
         residual: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
-        """Run the chain on `x`, all positions forward and the kept slots backward.
+        """Run the chain on `x`: forward on all positions, backward on the kept slots.
 
         Args:
             x: rows `[batch, positions, channels]`.
-            tensors: those of all stages, in order.
+            tensors: the tensors of all stages, in order.
             kept: the slots of the backward pass; None keeps every position.
             save: one of `SAVES`.
-            residual: what to add to the output, `x` itself or another tensor.
-            noise: random numbers to round with, where what is saved is stored in 8 bits (see `store`).
+            residual: a tensor to add to the output; it may be `x` itself.
+            noise: if given, saved values are stored in 8 bits, rounded with these random numbers (see `store`).
 
         Returns:
             The output of the chain, plus the residual.
@@ -115,20 +120,24 @@ class Chain:
             engine.saves = False
 
     def plain(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """The same under ordinary autograd."""
+        """Run the chain under ordinary autograd."""
         rest = iter(tensors)
         return run_stages([(s, tuple(islice(rest, n))) for s, n in zip(self.stages, self.counts, strict=True)], x)
 
 
 def run_stages(links: Sequence[Link], x: Tensor) -> Tensor:
-    """The plain forward of a chain, under ordinary autograd."""
+    """Run stages one after the other, under ordinary autograd."""
     for stage, tensors in links:
         x, _ = stage.forward(x, tensors, None, False)
     return x
 
 
 class _Chain(torch.autograd.Function):
-    """`kept` is a Kept; under torch.compile its frame, with its tensors before the others."""
+    """The autograd.Function of a chain.
+
+    In eager mode `kept` is a `Kept`. Under torch.compile it is the frame of a `Kept`, and the tensors of the `Kept` are
+    the first of `tensors`.
+    """
 
     @staticmethod
     def forward(
@@ -143,7 +152,7 @@ class _Chain(torch.autograd.Function):
         if spec.autocast is None:
             out, saved, extras = _forward(spec, x, given, slots, noise)
         else:
-            # Its cache would hand casts made here, which carry no graph, to other users of a weight.
+            # Cache off: casts made here carry no graph, and the cache would hand them to other users of a weight.
             with torch.autocast(x.device.type, dtype=spec.autocast, cache_enabled=False):
                 out, saved, extras = _forward(spec, x, given, slots, noise)
         for group in extras:
@@ -159,13 +168,13 @@ class _Chain(torch.autograd.Function):
             residual = x
         if residual is None:
             return out
-        # A new tensor that nobody else holds takes the sum.
+        # Add in place if the output is a new tensor that nobody else holds.
         in_place = spec.makes_new and out.dtype == residual.dtype
         return out.add_(residual) if in_place else residual + out
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        # The decorator costs as much as a stage; it is for gradients of gradients, which it refuses.
+        # The decorator raises an error for second derivatives. It costs as much time as a stage, so use it only then.
         return _backward_once(ctx, dy) if torch.is_grad_enabled() else _backward(ctx, dy)
 
 
@@ -181,20 +190,20 @@ def _forward(spec: Spec, x: Tensor, tensors: Sequence[Tensor], kept: Kept | None
 def _samples_at_once(
     spec: Spec, x: Tensor, tensors: Sequence[Tensor], kept: Kept | None, noise: Tensor | None
 ) -> int | None:
-    """How many samples run at a time, on the CPU; None where that gains nothing.
+    """How many samples to run at a time on the CPU; None to run all at once, where pieces gain nothing.
 
-    A temporary of tens of megabytes leaves the processor's cache, and the allocator gives it back to the system and
-    hands it out again page by page. Under autocast a chain runs whole, because there an estimate on the CPU stands for
-    a device.
+    Pieces are faster because a temporary of tens of megabytes does not fit the processor's cache, and the allocator
+    returns it to the system and gets it back page by page. Under autocast a chain always runs whole: there, a run on
+    the CPU may be an estimate for another device.
     """
     if spec.piece_end is None or x.device.type != "cpu":
         return None
     if noise is None if kept is None else not kept.is_shared:
-        return None  # all rows are saved as they are, or each sample has a mask of its own
+        return None  # all rows are saved unchanged, or each sample has its own mask
     if x.nbytes * spec.widening(x, tensors) < 2 * PIECE_BYTES:
         return None
     if any(t.dim() == 4 and t.shape[0] > 1 for t in tensors):
-        return None  # a mask of attention that differs from sample to sample
+        return None  # an attention mask that differs from sample to sample
     per_sample = x.nbytes // x.shape[0] * spec.widening(x, tensors)
     count = max(1, int(PIECE_BYTES // per_sample))
     return None if x.shape[0] < 2 * count else count
@@ -203,13 +212,16 @@ def _samples_at_once(
 def _in_pieces(
     spec: Spec, count: int, x: Tensor, tensors: Sequence[Tensor], kept: Kept | None, noise: Tensor | None
 ) -> Walked:
-    """The forward for `count` samples at a time. Drop path, at the end of a chain, draws its noise for all samples."""
+    """Run forward for `count` samples at a time.
+
+    Noise stages at the end of the chain (drop path) run once afterwards, so that they draw for all samples at once.
+    """
     end = spec.piece_end
     assert end is not None
     some_stages = spec.forward(0, end, noise is not None)
     whole: list[Tensor] = []
     starts = range(0, x.shape[0], count)
-    for start in starts[:2] if only_counts(x) else starts:  # two stand for all: one is held while the next is made
+    for start in starts[:2] if only_counts(x) else starts:  # if only bytes are counted, two pieces show the peak
         rows = x[start : start + count]
         out, values, extras = some_stages(rows, tensors, kept and kept.of_first(len(rows)), noise)
         saved = [*values, *(one for group in extras for one in group)]

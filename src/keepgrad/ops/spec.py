@@ -1,4 +1,4 @@
-"""How a chain runs: all of it that is not a tensor, and what follows from that, worked out once."""
+"""The specification of a chain: what to save, redo and differentiate. It is worked out once and holds no tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ __all__ = ["Spec", "Turn"]
 
 
 class Turn(NamedTuple):
-    """A stage in backward: which one, and what it has to do there.
+    """What one stage has to do in backward.
 
-    `casts_output` is the type in which autocast has the next stage read its output, `redoes` says that it saved no
-    extras.
+    Attributes:
+        place: the number of the stage in the chain.
+        stage: the stage itself.
+        needs: for each of its tensors, whether it needs a gradient.
+        need_output: whether its output has to be redone.
+        need_input: whether the gradient of its input is needed.
+        casts_output: the type to which autocast casts its output for the next stage; None for no cast.
+        redoes: True if forward saved no extras for it.
     """
 
     place: int
@@ -31,13 +37,18 @@ class Turn(NamedTuple):
 
 
 class Spec:
-    """All of a chain that is not a tensor, and what follows from it.
+    """The specification of a chain for one way to run it.
 
-    `first` is the first stage whose backward has to run. `saves` tells whether the value before each stage, and after
-    the last one, is saved, `all_rows` whether it is needed at every position, `extras` whether a stage saves what it
-    needs besides its input. A segment is a run of stages that is redone from the saved value before it: where it
-    begins, and the turns of its stages. `overwrites` tells whether a stage may write over the value before it, if that
-    is not saved.
+    Value `i` is the input of stage `i`; the last value is the output of the chain.
+
+    Attributes:
+        first: the first stage whose backward has to run.
+        saves: for each value, whether it is saved.
+        all_rows: for each value, whether it is needed at every position and not at the slots alone.
+        extras: for each stage, whether it saves what its backward needs besides its input.
+        overwrites: for each stage, whether it may write its output over its input, if that is not saved.
+        segments: in backward order. A segment is a run of stages that are redone from one saved value: the number of
+            its first stage, and the turns of its stages.
     """
 
     def __init__(
@@ -71,7 +82,7 @@ class Spec:
             needed = reads[i] or (needed and not self.saves[i + 1])
         self.saves[0] = needed
         self.saved_at = [i for i, saves in enumerate(self.saves) if saves]
-        # Noise is always saved, because it cannot be redone.
+        # Noise is always saved because it cannot be redone.
         self.extras = [not stage.heavy or (i >= self.first and not redo) for i, stage in enumerate(stages)]
         self.all_rows = [any(stage.reads_all for stage in stages[i:]) for i in range(self.count + 1)]
         self.overwrites = [stage.overwrites and i > 0 and stages[i - 1].makes_new for i, stage in enumerate(stages)]
@@ -95,7 +106,7 @@ class Spec:
         self.widest: int | None = None
 
     def _piece_end(self) -> int | None:
-        """How many stages run for some samples at a time (see `chain`); None where that cannot be."""
+        """How many of the stages can run for some samples at a time (see `chain`); None if none can."""
         end = self.count
         while end and isinstance(self.stages[end - 1], Noise):
             end -= 1
@@ -103,25 +114,25 @@ class Spec:
         return None if draws or self.autocast is not None else end
 
     def widening(self, x: Tensor, tensors: Sequence[Tensor]) -> float:
-        """How much wider the widest value of the chain is than its input."""
+        """Channels of the widest value of the chain, divided by those of its input."""
         if self.widest is None:
             self.widest = max([x.shape[-1], *(t.shape[0] for t in tensors if t.dim() == 2)])
         return self.widest / x.shape[-1]
 
     def forward(self, start: int, end: int, packs: bool) -> Callable[..., Any]:
-        """Stages `start` to `end` as straight code."""
+        """The function that runs stages `start` to `end` forward (see `straight`)."""
         found = self.written.get((start, end, packs))
         if found is None:
             found = self.written[start, end, packs] = write_forward(self, start, end, packs)
         return found
 
     def backward(self, packs: bool) -> Callable[..., Any]:
-        """The backward of the chain as straight code."""
+        """The function that runs the backward of the chain (see `straight`)."""
         found = self.written.get(packs)
         if found is None:
             found = self.written[packs] = write_backward(self, packs)
         return found
 
     def groups(self, flat: Sequence[Tensor]) -> list[Tensors]:
-        """A flat list of tensors, stage by stage."""
+        """A flat list of tensors, split into one group per stage."""
         return [tuple(flat[start:end]) for start, end in self.places]

@@ -1,24 +1,25 @@
 """The position-wise stages of a branch: what each computes, saves and redoes.
 
-Shapes: a stage maps rows `[batch, positions, in]` to rows `[batch, positions, out]`. Forward runs on all positions,
-`vjp` on the slots of a `Kept` only.
+A position-wise stage treats each position on its own, like a linear layer. It maps rows `[batch, positions, in]` to
+rows `[batch, positions, out]`. Forward runs on all positions, `vjp` only on the slots of a `Kept`.
 
-| stage     | heavy | saves besides its output        | backward                                           |
-| ---       | ---   | ---                             | ---                                                |
-| Pointwise | no    | -                               | autograd's, of its forward redone                  |
-| Gelu      | no    | -                               | its kernel; overwrites the gradient it is given    |
-| LayerNorm | no    | -                               | its kernel, with mean and deviation redone         |
-| Opaque    | yes   | -                               | the same; for modules keepgrad does not know       |
-| Linear    | yes   | -                               | two matmuls; needs its input, not its output       |
-| Lora      | yes   | a bit for each dropped value    | that of Linear, and of the adapters (see lora.py)  |
-| Parallel  | yes   | -                               | those of its stages, their input gradients added   |
-| GRN       | no    | a norm for each channel, sample | its formula                                        |
-| Noise     | no    | the noise (dropout, drop path)  | a product with the noise                           |
+| stage     | heavy | saves besides its output         | backward                                             |
+| ---       | ---   | ---                              | ---                                                  |
+| Pointwise | no    | -                                | redoes its forward under autograd                    |
+| Gelu      | no    | -                                | torch's kernel; overwrites the gradient it is given  |
+| LayerNorm | no    | -                                | torch's kernel, with mean and deviation redone       |
+| Opaque    | yes   | -                                | as Pointwise; for modules keepgrad does not know     |
+| Linear    | yes   | -                                | two matmuls; needs its input, not its output         |
+| Lora      | yes   | one bit per value of its dropout | as Linear, plus the adapters (see lora.py)           |
+| Parallel  | yes   | -                                | each of its stages; their input gradients are added  |
+| GRN       | no    | a norm per channel and sample    | written out                                          |
+| Noise     | no    | the noise (dropout, drop path)   | multiplies with the noise                            |
 
-A `Linear` takes the LayerScale behind it along, because the scale's gradient then needs no saved output: with
-`y = s * (W x + b)` and `M = dy^T x`, `dW = s M`, `ds = rowsum(W * M) + b * sum(dy)`.
+If a LayerScale follows a linear layer, one `Linear` stage does both, because then the gradient of the scale needs no
+saved output: with `y = s * (W x + b)` and `M = dy^T x`, `dW = s M` and `ds = rowsum(W * M) + b * sum(dy)`.
 
-Stages hold no tensors. Parameters travel beside them, as inputs of the autograd.Function, so frozen ones cost nothing.
+Stages hold no tensors. Parameters are passed separately, as inputs of the autograd.Function, so that frozen ones cost
+nothing.
 """
 
 from __future__ import annotations
@@ -55,13 +56,20 @@ Tensors = tuple[Tensor, ...]
 gelu_backward = torch.ops.aten.gelu_backward.grad_input
 layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 Pull = Callable[[Tensor], tuple[Tensor | None, tuple[Tensor | None, ...]]]
-"""From the gradient of a stage's output slots to that of its input slots and of its tensors."""
+"""The pull-back of a stage: from the gradient of its output slots to those of its input slots and of its tensors."""
 
 
 class Point(NamedTuple):
-    """Where a stage is differentiated: the slots of its input, its tensors, and what is wanted.
+    """What `Stage.vjp` is given: where the stage is differentiated, and which results are needed.
 
-    `x` is None where neither the stage nor one redone behind it reads it.
+    Attributes:
+        x: the slots of the stage's input; None if neither this stage nor one redone after it reads them.
+        tensors: the tensors of the stage.
+        needs: for each of the tensors, whether it needs a gradient.
+        extras: what forward saved for this stage besides inputs and outputs.
+        kept: the slots; None if every position is kept.
+        need_output: whether the output slots are needed.
+        need_input: whether the gradient of the input is needed.
     """
 
     x: Tensor | None
@@ -75,29 +83,29 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of a branch. Subclasses say how it runs forward on all rows and backward on slots."""
+    """One step of a branch. Subclasses define how it runs forward on all rows and backward on slots."""
 
     heavy = False
     """Whether redoing this stage in backward costs about as much as its backward itself."""
     reads_all = False
-    """Whether backward needs the input of every position, not of the slots alone."""
+    """Whether backward needs the input at every position, not only at the slots."""
     makes_new = False
-    """Whether its output and its input gradient are surely new tensors, which the next stage may overwrite."""
+    """Whether its output and its input gradient are always new tensors, which the next stage may overwrite."""
     casts = False
-    """Whether autocast has it read its input in lower precision."""
+    """Whether autocast casts its input to lower precision."""
     redoes_output = False
-    """Whether `vjp` makes the output slots in any case."""
+    """Whether `vjp` always computes the output slots, even if they are not asked for."""
     reads_signs = False
-    """Whether its derivative jumps at zero, as that of a ReLU."""
+    """Whether its derivative jumps at zero, like that of a ReLU."""
     noises = 0
-    """How many tensors it draws at random. They are the first of its extras, and saved in any case."""
+    """How many random tensors it draws, such as dropout masks. They are the first of its extras, and always saved."""
     exact_extras = False
-    """Whether what it saves besides its output must not be rounded."""
+    """Whether its extras must be saved exactly, not in 8 bits."""
     overwrites = False
-    """Whether `overwrite` may take the place of `forward`, and whether `vjp` overwrites the gradient it is given."""
+    """Whether `overwrite` may replace `forward`, and `vjp` overwrites the gradient it is given."""
 
     def overwrite(self, x: Tensor) -> Tensor:
-        """The output for all rows, in the place of the input."""
+        """The output for all rows, written over the input."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, tensors: Tensors, kept: Kept | None, keep_extras: bool) -> tuple[Tensor, Tensors]:
@@ -105,19 +113,19 @@ class Stage:
         raise NotImplementedError
 
     def redo(self, x: Tensor, tensors: Tensors, drawn: Tensors) -> Tensor:
-        """The output slots again. `drawn` are its `noises`."""
+        """Compute the output slots again. `drawn` are the random tensors that forward drew."""
         return self.forward(x, tensors, None, False)[0]
 
     def vjp(self, at: Point) -> tuple[Tensor | None, Pull]:
-        """The output slots, if needed, and the pull-back."""
+        """The output slots (None if not needed), and the pull-back."""
         raise NotImplementedError
 
     def needs_input(self, needs: tuple[bool, ...], redo: bool) -> bool:
-        """Whether `vjp` reads its input; `redo` says that extras are not saved."""
+        """Whether `vjp` reads the input of the stage. `redo` is True if extras are not saved."""
         return True
 
     def redoable(self, reduced: bool) -> bool:
-        """Whether the output slots follow from the input slots."""
+        """Whether the output slots can be computed from the input slots."""
         return True
 
 
@@ -142,7 +150,7 @@ class Pointwise(Stage):
 
 @dataclass(frozen=True)
 class Gelu(Pointwise):
-    """GELU, with the backward kernel called directly: a graph of one node costs more than the node on small maps."""
+    """GELU. It calls the backward kernel directly: on small inputs, an autograd graph costs more than the kernel."""
 
     approximate: str = "none"
     makes_new = True
@@ -165,7 +173,7 @@ class Gelu(Pointwise):
 
 @dataclass(frozen=True)
 class LayerNorm(Pointwise):
-    """Layer norm with weight and bias, its backward kernel called directly like that of `Gelu`."""
+    """Layer norm with weight and bias. Like `Gelu`, it calls the backward kernel directly."""
 
     shape: tuple[int, ...] = ()
     eps: float = 1e-5
@@ -194,7 +202,7 @@ class LayerNorm(Pointwise):
 
 @dataclass(frozen=True)
 class Opaque(Pointwise):
-    """Any position-wise module; its output is saved because it may be expensive to redo."""
+    """Any position-wise module. Its output is saved because it may be expensive to redo."""
 
     out_features: int | None = None
     heavy = True
@@ -230,9 +238,9 @@ def partial_vjp(fn: Callable[..., Tensor], x: Tensor, tensors: Tensors, needs: t
 
 @dataclass(frozen=True)
 class Linear(Stage):
-    """A linear layer, optionally times a scale.
+    """A linear layer, whose output may be multiplied with a scale.
 
-    Tensors: the weight `[out, in]`, the bias if it `has_bias`, the scale `[out]` if it is `scaled`.
+    Tensors: the weight `[out, in]`, the bias `[out]` if `has_bias`, the scale `[out]` if `scaled`.
     """
 
     has_bias: bool
@@ -246,7 +254,7 @@ class Linear(Stage):
             return F.linear(x, *tensors), ()
         *layer, scale = tensors
         out = F.linear(x, *layer)
-        # Autograd would need the product's other factor; the engine does not.
+        # In place only without autograd, which would need the unscaled output; the engine does not.
         in_place = not torch.is_grad_enabled() and out.dtype == scale.dtype
         return out.mul_(scale) if in_place else out * scale, ()
 
@@ -256,14 +264,14 @@ class Linear(Stage):
         if need_output:
             assert x is not None
             out = self.forward(x, tensors, None, False)[0]
-        # Handed over, not shared: backward frees it half-way, before it makes a gradient of the same size.
+        # `pop` hands over the reference, so that backward can free `x` before it makes a gradient of the same size.
         held = [x]
         return out, lambda grad: self.backward(held.pop(), tensors, needs, grad, need_input)
 
     def backward(
         self, x: Tensor | None, tensors: Tensors, needs: tuple[bool, ...], grad: Tensor, need_input: bool
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        """The gradients of the input and of the tensors, at input rows `x` (None if no weight needs one)."""
+        """The gradients of the input and of the tensors. `x` may be None if `needs_input` is False."""
         weight = tensors[0]
         dtype = autocast_dtype(grad) or weight.dtype
         dy = cast(grad, dtype).reshape(-1, grad.shape[-1])
@@ -307,7 +315,10 @@ class Linear(Stage):
 
 @dataclass(frozen=True)
 class Parallel(Stage):
-    """Several stages on the same input, their outputs side by side. Tensors: those of each, `counts` of them."""
+    """Several stages that read the same input. Their outputs are concatenated along the channels.
+
+    Tensors: those of each stage in turn; `counts` says how many each has, `widths` how many channels each makes.
+    """
 
     stages: tuple[Stage, ...]
     widths: tuple[int, ...]
@@ -317,7 +328,7 @@ class Parallel(Stage):
     makes_new = True
 
     def split(self, tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """`tensors`, or anything in their order, stage by stage."""
+        """Split `tensors`, or a list with one entry per tensor, into one group per stage."""
         rest = iter(tensors)
         return [tuple(next(rest) for _ in range(count)) for count in self.counts]
 
@@ -326,7 +337,7 @@ class Parallel(Stage):
         return sum(stage.noises for stage in self.stages)
 
     def split_drawn(self, drawn: Tensors) -> list[Tensors]:
-        """What was drawn, stage by stage."""
+        """Split the random tensors into one group per stage."""
         rest = iter(drawn)
         return [tuple(next(rest) for _ in range(stage.noises)) for stage in self.stages]
 
@@ -367,12 +378,13 @@ class Parallel(Stage):
 
 @dataclass(frozen=True)
 class GlobalResponseNorm(Stage):
-    """`x + bias + weight * x * n`, with `n = g / (mean over channels of g + eps)` and `g` each channel's norm over all
-    positions (ConvNeXt V2).
+    """The global response norm of ConvNeXt V2: `x + bias + weight * x * n`.
 
-    `g` is exact: it is taken from all positions in the forward pass, and saved, one row a sample. In backward its
-    gradient is the sum over the slots, and it goes on to the slots: `g ** 2` is taken to be the sum of `m * x ** 2`
-    over the slots, where a slot stands for m positions. Tensors: weight and bias.
+    Here `n = g / (mean over channels of g + eps)`, and `g` is the norm of each channel over all positions.
+
+    Forward computes `g` exactly, from all positions, and saves it: one row per sample. In backward, the gradient of `g`
+    is summed over the slots and passed on to the slots only, as if `g ** 2` were the sum of `m * x ** 2` over the
+    slots, where a slot stands for m positions. Tensors: weight and bias.
     """
 
     eps: float
@@ -402,7 +414,7 @@ class GlobalResponseNorm(Stage):
             d_bias = cast(grad.sum((0, 1)), bias.dtype) if at.needs[1] else None
             d_size, _ = pull_share((scaled * weight).sum(1, keepdim=True))
             assert d_size is not None
-            # A channel that is zero everywhere has no gradient, as torch defines it for a norm.
+            # The gradient of a channel that is zero everywhere is zero, as torch defines it for a norm.
             through = x * torch.where(size == 0, 0, d_size / size)
             if many is not None:
                 through = through * many.to(x.dtype).unsqueeze(-1)
@@ -413,9 +425,10 @@ class GlobalResponseNorm(Stage):
 
 @dataclass(frozen=True)
 class Noise(Stage):
-    """Dropout or drop path: a product with noise that `module` draws when given ones.
+    """Dropout or drop path: multiplies the rows with noise.
 
-    The noise is drawn in the shape the module itself would use, so the random stream is that of the plain model.
+    The noise is what `module` returns for ones. It is drawn in the shape that the module itself would use, so the
+    random numbers are those of the plain model. `per_sample` means one number for each sample, as drop path draws them.
     """
 
     module: Callable[[Tensor], Tensor]
@@ -443,7 +456,7 @@ class Noise(Stage):
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The type to which autocast would cast where this tensor is; None where it is off."""
+    """The dtype to which autocast casts on the device of this tensor; None if autocast is off there."""
     device = tensor.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
@@ -451,7 +464,7 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor.to(dtype)`; asking first is cheaper than a conversion that does nothing."""
+    """`tensor.to(dtype)`. Comparing the types first is cheaper than a conversion that does nothing."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
@@ -468,7 +481,7 @@ def parallel(links: Sequence[Link], widths: Sequence[int]) -> Link:
 
 
 def pointwise(fn: Callable[..., Tensor], *tensors: Tensor | None) -> Link:
-    """A `Pointwise` stage for `fn(x, *tensors)`, where tensors that are None stay None."""
+    """A `Pointwise` stage for `fn(x, *tensors)`. Tensors may be None; `fn` then gets None in that place."""
     if all(t is not None for t in tensors):
         return Pointwise(fn), tuple(t for t in tensors if t is not None)
     present = tuple(t is not None for t in tensors)
@@ -481,7 +494,7 @@ def pointwise(fn: Callable[..., Tensor], *tensors: Tensor | None) -> Link:
 
 
 def layer_norm(shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float) -> Link:
-    """A norm over the channels `shape`."""
+    """A stage for a layer norm over the last dimensions, which have this shape."""
     fn = _Norm(F.layer_norm, shape, eps)
     if weight is None or bias is None:
         return pointwise(fn, weight, bias)
@@ -489,7 +502,7 @@ def layer_norm(shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | Non
 
 
 def rms_norm(shape: tuple[int, ...], weight: Tensor | None, eps: float | None) -> Link:
-    """A norm over the channels `shape`, without mean and bias."""
+    """A stage for an RMS norm over the last dimensions, which have this shape. It has no mean and no bias."""
     return pointwise(_Norm(F.rms_norm, shape, eps), weight)
 
 
@@ -509,5 +522,5 @@ def gelu(approximate: str) -> Link:
 
 
 def noise(module: Callable[[Tensor], Tensor], per_sample: bool = False) -> Link:
-    """A `Noise` stage for a dropout (or, `per_sample`, drop path) module."""
+    """A `Noise` stage for a dropout module, or with `per_sample` for a drop path module."""
     return Noise(module, per_sample), ()

@@ -1,13 +1,15 @@
-"""What is saved, in 8 bits.
+"""Packs saved tensors into 8 bits.
 
-A tensor is packed in groups of neighbouring values along its last dimension, at most `GROUP` of them. A group is one
-whole number in [-126, 126] for each value, a byte, and a scale that they are multiplied with, a float32.
+A tensor is packed in groups of neighbouring values along its last dimension, as a rule at most `GROUP` values each. A
+group is stored as one int8 in [-126, 126] for each value, and one float32 scale to multiply them with.
 
-Rounding is stochastic: a value between two steps goes up with the probability that makes it right on average, so the
-error averages out over steps and over positions. The random numbers lie along the diagonals of the table of groups:
-that takes no more of them than there are groups, and neighbours in a row and in a column get different ones.
+Rounding is stochastic: a value between two whole numbers is rounded up or down at random, so that it is right on
+average. For example, 2.3 becomes 3 with a probability of 0.3, and otherwise 2. So the errors average out over steps and
+over positions. The random numbers repeat along the diagonals of the table `[groups, values of a group]`: value j of
+group i uses number i + j. So hardly more numbers are drawn than there are groups, and neighbours get different ones.
 
-Zeros stay zeros. A group with a value that is not finite gets a scale that is not finite, and comes back as such.
+Zeros stay zeros. A group that contains a NaN or an infinite value gets a scale that is not finite, so it is unpacked to
+values that are not finite either.
 """
 
 from __future__ import annotations
@@ -26,26 +28,27 @@ __all__ = ["STORES", "Packed", "dither", "pack", "packs", "stored", "unpack", "u
 
 STORES = ("full", "int8")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What is packed. Who computes in float64 wants every digit."""
+"""Types that are packed. Not float64: whoever uses it wants every digit."""
 GROUP = 128
 LEAST_GROUP = 16
 MOST_GROUP = 4096
 CPU_ROWS = 2**13
-"""Groups that are packed at a time on the CPU, where they stay in the cache."""
+"""How many groups are packed at a time on the CPU; that many fit the processor's cache."""
 ROWS = 2**18
-"""The same elsewhere, where it bounds the temporaries."""
+"""How many groups are packed at a time on other devices; this limits the size of temporaries."""
 SHIFTS = 2**11
-"""How far the random numbers are shifted, for a site and for a value in it, so that all are not rounded alike."""
+"""Limit of the offset into the random numbers. It depends on the site and the value, so that not all round alike."""
 LEVELS = 126
 TINY = 1e-32
-"""Is added to every scale, so that none is zero or too small to divide by."""
+"""Added to every scale, so that none is zero or too small to divide by."""
 _SALT = 4
 
 
 class Packed(NamedTuple):
     """Codes `[..., groups, values of a group]`, scales `[..., groups, 1]`, and the type to unpack to.
 
-    Scales are held as the whole numbers that have their bits, so that nobody who packs what others save rounds them.
+    The float32 scales are held as int32 tensors with the same bits, so that hooks that compress the floating-point
+    tensors others save do not round them.
     """
 
     codes: Tensor
@@ -54,7 +57,7 @@ class Packed(NamedTuple):
 
 
 def packs(tensor: Tensor) -> bool:
-    """Whether a tensor can be packed, and is worth it."""
+    """Whether a tensor can be packed, and is large enough for packing to be worth it."""
     return (
         tensor.dtype in TYPES
         and (is_real(tensor) or is_fake(tensor))
@@ -64,13 +67,16 @@ def packs(tensor: Tensor) -> bool:
 
 
 def group_of(width: int) -> int:
-    """How many values are in a group: the most that divide `width`, or all of it if only few do."""
+    """How many values are in a group.
+
+    It is the largest divisor of `width` from `LEAST_GROUP` to `GROUP`, or `width` itself if there is none.
+    """
     found = (size for size in range(min(GROUP, width), LEAST_GROUP - 1, -1) if width % size == 0)
     return next(found, width)
 
 
 def dither(step_seed: int | Tensor, like: Tensor) -> Tensor:
-    """The random numbers of a step, in [0, 1), to `pack` tensors like that one; a function of the seed alone."""
+    """The random numbers of a step, in [0, 1), to `pack` tensors like `like`. They depend on the seed alone."""
     count = _rows_at_once(like) + MOST_GROUP + 2 * SHIFTS
     if isinstance(step_seed, Tensor):
         return (hashed(step_seed, _SALT, count) & 1023) / 1024
@@ -81,10 +87,10 @@ def dither(step_seed: int | Tensor, like: Tensor) -> Tensor:
 
 
 def pack(tensor: Tensor, noise: Tensor, number: int = 0, keeps_signs: bool = False) -> Packed:
-    """A tensor in 8 bits.
+    """Pack a tensor into 8 bits.
 
-    `number` tells tensors of a step apart, so that they are not rounded in the same way. With `keeps_signs` only zeros
-    become zeros, for those who read signs: at a ReLU a value that is rounded to zero would lose its gradient.
+    Give each tensor of a step another `number`, so that they are not rounded in the same way. With `keeps_signs` only
+    zeros become zeros. That is for stages such as ReLU, where a value that is rounded to zero would lose its gradient.
     """
     group = group_of(tensor.shape[-1])
     shape = (*tensor.shape[:-1], tensor.shape[-1] // group)
@@ -106,7 +112,7 @@ def pack(tensor: Tensor, noise: Tensor, number: int = 0, keeps_signs: bool = Fal
 
 
 def _rounded(rows: Tensor, noise: Tensor, keeps_signs: bool, scale: Tensor, code: Tensor | None = None) -> Tensor:
-    """Groups as whole numbers that are still floats, in `code` if it is given. Their scales are written to `scale`."""
+    """Round groups to whole numbers, still as floats, into `code` if it is given. Writes their scales to `scale`."""
     rows = cast(rows, torch.float32)
     code = torch.abs(rows, out=code)
     torch.amax(code, -1, keepdim=True, out=scale).mul_(1 / LEVELS).add_(TINY)
@@ -117,7 +123,7 @@ def _rounded(rows: Tensor, noise: Tensor, keeps_signs: bool, scale: Tensor, code
 
 
 def unpack(given: Packed) -> Tensor:
-    """The tensor again, rounded."""
+    """Unpack a tensor; its values are rounded."""
     codes, scales, dtype = given
     *shape, groups, group = codes.shape
     scales = scales.view(torch.float32)
@@ -130,12 +136,12 @@ def unpack(given: Packed) -> Tensor:
 
 
 def stored(tensor: Tensor, noise: Tensor, number: int, keeps_signs: bool = False) -> Tensor | Packed:
-    """A tensor packed, or as it is where that cannot be."""
+    """The tensor packed, or the tensor itself if `packs` is False for it."""
     return pack(tensor, noise, number, keeps_signs) if packs(tensor) else tensor
 
 
 def unstored(given: Tensor | Packed) -> Tensor:
-    """What was `stored`."""
+    """The tensor that `stored` was given, unpacked if it was packed."""
     return unpack(given) if isinstance(given, Packed) else given
 
 
@@ -145,7 +151,7 @@ def _rows_at_once(tensor: Tensor) -> int:
 
 
 def _pieces(*tables: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of tables, some at a time; where only bytes count, two pieces stand for all."""
+    """The same rows of several tables, some rows at a time. If only bytes are counted, two pieces are enough."""
     count = _rows_at_once(tables[0])
     if only_counts(tables[0]):
         tables = tuple(table[: 2 * count] for table in tables)

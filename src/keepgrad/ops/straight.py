@@ -1,16 +1,17 @@
-"""A chain as straight code: what eager mode runs.
+"""A chain as straight code, that is, as generated Python functions without loops. Eager mode runs these.
 
-Walking a chain stage by stage costs the host more than launching its kernels: loops, tuples, a closure for each stage.
-So every specification of a chain is written out once, as two Python functions that do what `chain` does when it walks:
+Walking a chain stage by stage, with loops, tuples and a closure for each stage, takes more time on the CPU than
+launching the kernels. So for every `Spec`, two Python functions are generated once. They do the same as `walk`:
 
     forward(x, tensors, kept, noise)                    -> output, saved values, extras of each stage
     backward(dy, tensors, kept, values, extras, dtypes) -> gradient of x, gradients of the tensors
 
-`print(spec.forward(False).source)` shows one. Linear layers, layer norms and GELU are written out as calls of torch;
-any other stage is a call of its own methods. Between the stages that are written out, rows are flat,
-`[batch * slots, channels]`. A variable is deleted after its last use, so what is redone is freed as early as can be.
+`print(spec.backward(False).source)` shows one. Linear layers, layer norms and GELU are written out as calls of torch
+functions. For any other stage, the code calls the stage's own methods. Between stages that are written out, rows are
+flat, `[batch * slots, channels]`. Each variable is deleted after its last use, so that redone values are freed as early
+as possible.
 
-torch.compile walks the chain instead: it cannot trace the writing, and has no need of it.
+torch.compile runs `walk` instead: it cannot trace the code generation, and does not need it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _compiled(source: str) -> CodeType:
 
 
 class Code:
-    """The lines of a function. Every variable is assigned once."""
+    """The lines of a function that is being generated. Every variable is assigned once."""
 
     def __init__(self, head: str) -> None:
         self.head = head
@@ -71,13 +72,13 @@ class Code:
         return self.variables[-1]
 
     def set(self, hint: str, value: str) -> str:
-        """A new variable with this value."""
+        """Add a line that sets a new variable to `value`, an expression; returns the name of the variable."""
         name = self.new(hint)
         self.lines.append(f"{name} = {value}")
         return name
 
     def constant(self, value: Any) -> str:
-        """A name for something that is known now."""
+        """A name under which the generated code can use `value`, an object that exists already."""
         name = f"C{len(self.names)}"
         self.names[name] = value
         return name
@@ -97,7 +98,7 @@ class Code:
         text = [f"def {self.head}:"]
         for number, line in enumerate(self.lines):
             if line.startswith("n_") and last[line.split()[0]] == number:
-                continue  # a shape that nobody asked for
+                continue  # a shape that no later line uses
             text.append(f"    {line}")
             if number in unused:
                 text.append(f"    del {', '.join(unused[number])}")
@@ -114,14 +115,17 @@ def _group(names: Sequence[str]) -> str:
 
 
 def write_forward(spec: Spec, start: int, end: int, packs: bool) -> Callable[..., Any]:
-    """Stages `start` to `end` on all rows. The value before `start` is saved only if that is the chain's input."""
+    """Generate the function that runs stages `start` to `end` on all rows.
+
+    It saves the value before stage `start` only if that is the input of the chain.
+    """
     code = Code("forward(x, tensors, kept, noise)")
     names = [f"t{i}" for i in range(spec.tensor_count)]
     code.unpack(names, "tensors")
     values, extras = [], []
 
     def save(i: int, rows: str) -> str | None:
-        """Save the value before stage `i`; its name if it is those very rows."""
+        """Save the value before stage `i`. Returns its name if the rows themselves may be saved, not a copy."""
         slots = rows if not spec.reduced or spec.all_rows[i] else f"kept.gather({rows})"
         if packs:
             signs = i < spec.count and spec.stages[i].reads_signs
@@ -164,9 +168,10 @@ def _linear(code: Code, stage: Linear, x: str, tensors: Sequence[str]) -> str:
 
 
 class Rows:
-    """Rows that are `[batch, slots, channels]` or flat, whichever of the two is asked for.
+    """Rows in generated code, which can be used as `[batch, slots, channels]` (`full`) or flat (`flat`).
 
-    Flat rows that follow from others, `like`, have their shape but for the channels.
+    The code that converts one to the other is written when it is first asked for. For flat rows computed from other
+    rows, `like` are those others; both have the same batch and slots.
     """
 
     def __init__(self, code: Code, full: str | None = None, flat: str | None = None, like: Rows | None = None) -> None:
@@ -188,7 +193,7 @@ class Rows:
 
 
 def write_backward(spec: Spec, packs: bool) -> Callable[..., Any]:
-    """The gradient of the chain's output back to its input and its tensors."""
+    """Generate the function that takes the gradient of the chain's output back to its input and its tensors."""
     code = Code("backward(dy, tensors, kept, values, extras, dtypes)")
     names = [f"t{i}" for i in range(spec.tensor_count)]
     code.unpack(names, "tensors")
@@ -226,7 +231,10 @@ WrittenPull = Callable[[Rows], "tuple[Rows | None, list[str]]"]
 def _redo(
     code: Code, spec: Spec, start: int, turns: Sequence[Turn], names: list[str], packs: bool
 ) -> list[WrittenPull]:
-    """Redo the stages of a segment from the saved value before it; what writes the pull-back of each."""
+    """Write the code that redoes the stages of a segment from the saved value before it.
+
+    Returns, for each stage, the function that writes the code of its pull-back.
+    """
     value: Rows | None = None
     if spec.saves[start]:
         value = Rows(code, code.set("x", f"unstored(v{start})") if packs else f"v{start}")
@@ -328,13 +336,13 @@ def _attention(
 def _own(
     code: Code, stage: Stage, turn: Turn, x: Rows | None, tensors: Sequence[str], extra: str
 ) -> tuple[Rows | None, WrittenPull]:
-    """A stage by its own methods."""
+    """Write the code of a stage as calls of its own methods."""
     vjp = code.constant(stage.vjp)
     given = f"{None if x is None else x.full}, {_group(tensors)}, {turn.needs}, {extra}, kept"
     out, pull = code.new("y"), code.new("p")
     code.lines.append(f"{out}, {pull} = {vjp}(Point({given}, {turn.need_output}, {turn.need_input}))")
     if turn.casts_output is not None:
-        # What is held until the next stage's turn is what it reads.
+        # Hold the output in the type in which the next stage reads it.
         out = code.set("y", f"None if {out} is None else {out}.to({turn.casts_output})")
 
     def write(grad: Rows) -> tuple[Rows, list[str]]:
@@ -346,7 +354,7 @@ def _own(
 
 
 def _writer(stage: Stage) -> Callable[..., tuple[Rows | None, WrittenPull]]:
-    """What writes the backward of a stage, where all its tensors have the type of the rows."""
+    """The function that writes the backward of a stage if all its tensors have the dtype of the rows."""
     kind: Any = type(stage)
     if kind is SelfAttention:
         return _attention if stage.method == "qkv" and type(stage.projection) is Linear else _own  # type: ignore[attr-defined]
@@ -357,7 +365,7 @@ def _writer(stage: Stage) -> Callable[..., tuple[Rows | None, WrittenPull]]:
 
 
 def typed_count(stage: Stage, count: int) -> int:
-    """How many of the `count` tensors of a stage must have the type of the rows for it to be written out."""
+    """How many of the `count` tensors of a stage must have the dtype of the rows, so that it can be written out."""
     if isinstance(stage, SelfAttention):
         count = stage.counts[0]
     return 0 if _writer(stage) is _own else count

@@ -1,6 +1,6 @@
-"""A chain walked stage by stage: what torch.compile traces.
+"""Runs a chain stage by stage. This is what torch.compile traces.
 
-Eager mode runs the same operations in the same order as straight code (`straight`), which costs the host less.
+Eager mode runs the same operations in the same order as generated code (see `straight`), which takes less CPU time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["Saved", "Walked", "walk_backward", "walk_forward"]
 
 Saved = Tensor | Packed
 Walked = tuple[Tensor, list[Saved], list[tuple[Saved, ...]]]
-"""An output, the values that are saved, and the extras of each stage."""
+"""The output, the saved values, and the extras of each stage."""
 
 
 def walk_forward(spec: Spec, x: Tensor, tensors: Sequence[Tensor], kept: Kept | None, noise: Tensor | None) -> Walked:
-    """All stages on all rows."""
+    """Run all stages on all rows."""
     groups = spec.groups(tensors)
     values: list[Saved] = [_value(spec, 0, x, kept, noise)] if spec.saves[0] else []
     extras: list[tuple[Saved, ...]] = []
@@ -45,7 +45,7 @@ def walk_forward(spec: Spec, x: Tensor, tensors: Sequence[Tensor], kept: Kept | 
 
 
 def _value(spec: Spec, i: int, rows: Tensor, kept: Kept | None, noise: Tensor | None) -> Saved:
-    """The slots of the value before stage `i`, as they are saved."""
+    """What is saved of the value before stage `i`: its slots (or all rows), in 8 bits if `noise` is given."""
     slots = rows if kept is None or spec.all_rows[i] else kept.gather(rows)
     if noise is None:
         return slots
@@ -61,9 +61,10 @@ def walk_backward(
     extras: Sequence[Any],
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The gradient of the output back to the input, and those of the tensors. `dtypes` are of output and input.
+    """The gradients of the input and of the tensors, from the gradient `dy` of the output.
 
-    Each segment is redone from the saved value before it, and then goes back stage by stage.
+    Each segment is redone from the saved value before it; then its stages are differentiated, last one first. `dtypes`
+    are those of the chain's output and input.
     """
     groups, saved = spec.groups(tensors), dict(zip(spec.saved_at, values, strict=True))
     slots = None if spec.all_rows[-1] else kept
@@ -95,7 +96,7 @@ def walk_backward(
 def _redo(
     turns: list[Turn], saved: Saved | None, groups: list[Tensors], extras: Sequence[Any], kept: Kept | None
 ) -> list[Pull]:
-    """Redo the stages of a segment from the saved value before it; the pull-back of each."""
+    """Redo the stages of a segment from the saved value before it. Returns the pull-back of each stage."""
     pulls: list[Pull] = []
     value = None if saved is None else unstored(saved)
     for i, stage, needs, need_output, need_input, casts_output, _ in turns:
@@ -103,5 +104,5 @@ def _redo(
         value, pull = stage.vjp(Point(value, groups[i], needs, extra, kept, need_output, need_input))
         pulls.append(pull)
         if casts_output is not None and value is not None:
-            value = value.to(casts_output)  # what is held until the next stage's turn is what it reads
+            value = value.to(casts_output)  # hold it in the type in which the next stage reads it
     return pulls
