@@ -1,8 +1,9 @@
 """Algorithm 1 of the paper: stochastic backpropagation for any position-wise function.
 
-The kept positions go through `f` with gradients, the others without, and the two results are put together. What `f`
-saves is saved for kept positions only. The forward is computed in two pieces, so it equals `f(x)` where `f` treats
-positions alike and independently: a LayerNorm or an MLP does, attention or a convolution over positions does not.
+The kept positions go through `f` with gradients, the dropped ones without, and the two results are put together. So
+autograd saves tensors for the kept positions only. Because the forward is computed in two pieces, it equals `f(x)` only
+if `f` does the same to every position, independently of the others. A LayerNorm or an MLP does; attention or a
+convolution over positions does not.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def sbp(f: Callable[[Tensor], Tensor], x: Tensor, kept: Tensor, dim: int = 1) ->
 def put_together(
     f: Callable[[Tensor], Tensor], x: Tensor, index_kept: Tensor, index_dropped: Tensor, dim: int = 1
 ) -> Tensor:
-    """`f` of the kept positions with gradients and of the dropped ones without, in one output.
+    """Run `f` on the kept positions with gradients and on the dropped ones without, and put both into one output.
 
     Raises:
         InputError: if `f` changes the number of positions.
@@ -60,7 +61,7 @@ def put_together(
     shape = list(out_kept.shape)
     shape[dim] = x.shape[dim]
     out = out_kept.new_zeros(shape)
-    # Assignment by index saves the index alone; index_copy would save the rows as well.
+    # Assignment by index saves only the index for backward; index_copy would save the rows too.
     positions = out.movedim(dim, 0)
     positions[index_dropped] = out_dropped.to(out.dtype).movedim(dim, 0)
     positions[index_kept] = out_kept.movedim(dim, 0)

@@ -1,17 +1,17 @@
-"""Self-attention: exact forward, and a backward renormalised over what is kept.
+"""Self-attention with an exact forward and a backward among the kept rows.
 
-Shapes: input `[batch, n, in]`, projected to the sections q, k, v (and a gate) side by side `[batch, n, sum of
-sections]`, output `[batch, n, heads * dim]`. k and v may have fewer heads than q.
+Shapes: the input is `[batch, n, in]`. The projection makes the sections q, k, v (and a gate), side by side in one
+tensor `[batch, n, sum of sections]`. The output is `[batch, n, heads * dim]`. k and v may have fewer heads than q.
 
-Forward attends to everything. Backward differentiates attention *among the kept rows*: softmax over the kept keys,
-not the exact probabilities with terms left out, because then the probability mass of the dropped keys would be missing.
-A slot that stands for m positions gets `log m` added to its scores as a key. It costs `keep_ratio ** 2` of the
-exact backward and stores no attention matrix: it is autograd's own backward of
-`F.scaled_dot_product_attention` on the kept rows, on every device and backend.
+In forward, every query attends to every key. Backward differentiates attention *among the kept rows*: its softmax runs
+over the kept keys, so the probabilities sum to one again. The exact probabilities of the kept keys alone would not,
+because the share of the dropped keys would be missing. If a slot stands for m positions, `log m` is added to the scores
+of its key. All this is autograd's own backward of `F.scaled_dot_product_attention` on the kept rows. So it works on
+every device and backend, costs `keep_ratio ** 2` of the exact backward, and stores no attention matrix.
 
-What differs between models lies in a `Core`: what is done to q and k before the product (norms, rotary positions), what
+A `Core` holds what differs between models: what is done to q and k before the product (norms, rotary positions), what
 is added to the scores (masks, learned biases), the scale, a gate. Each of these functions is told which positions
-and heads it is given (`Places`), so it works on slots as on all rows, and autograd differentiates it there.
+and heads its rows belong to (`Places`). So it works on slots as on all rows, and autograd can differentiate it there.
 
 | method | backward of                         | saves (of the input; of q, k, v; of the output)            |
 | ---    | ---                                 | ---                                                        |
@@ -41,7 +41,7 @@ METHODS = ("qkv", "query", "head", "off")
 
 
 class Places(NamedTuple):
-    """Which positions and heads some rows have; None means all of them, in order.
+    """The positions and heads that some rows belong to. None means all of them, in order.
 
     `positions` is `[n]`, the same for all samples, or `[batch, n]`.
     """
@@ -50,7 +50,7 @@ class Places(NamedTuple):
     heads: Tensor | None = None
 
     def pick(self, table: Tensor, dim: int) -> Tensor:
-        """The entries of `table` for these positions along `dim`; a size of 1 stands for every position."""
+        """The entries of `table` for these positions along `dim`. A size of 1 means one entry for all positions."""
         if self.positions is None or table.shape[dim] == 1:
             return table
         if self.positions.dim() == 2:
@@ -58,8 +58,10 @@ class Places(NamedTuple):
         return table.index_select(dim, self.positions)
 
     def _pick_of_each(self, table: Tensor, dim: int) -> Tensor:
-        """The entries of a table of up to four dimensions, the first of which is that of the samples, for the positions
-        of each sample."""
+        """The entries of `table` if each sample has its own positions.
+
+        The table has up to four dimensions; if it has four, the first one is the batch.
+        """
         assert self.positions is not None
         batch, count = self.positions.shape
         table = table.view(*(1,) * (4 - table.dim()), *table.shape)
@@ -70,14 +72,14 @@ class Places(NamedTuple):
         return table.take_along_dim(index, dim)
 
     def pick_heads(self, table: Tensor, dim: int) -> Tensor:
-        """The entries of `table` for these heads along `dim`; a size of 1 stands for every head."""
+        """The entries of `table` for these heads along `dim`. A size of 1 means one entry for all heads."""
         if self.heads is None or table.shape[dim] == 1:
             return table
         return table.index_select(dim, self.heads)
 
 
 class Part(NamedTuple):
-    """A function inside of attention, and how many tensors it takes (behind its other arguments)."""
+    """A function inside attention, and how many tensors it takes after its other arguments."""
 
     fn: Callable[..., Tensor]
     tensors: int = 0
@@ -87,12 +89,22 @@ class Part(NamedTuple):
 class Core:
     """What attention does with q, k and v.
 
-    `q_parts` and `k_parts` are functions `(rows, places, *tensors)` of rows `[batch, heads, n, dim]`. `turn` comes
-    after them: the same function, with the same tensors, of the rows of q and of those of k (rotary positions).
-    `biases` are functions `(q, places of q, places of k, *tensors)` to what is added to the scores, broadcast to
-    `[batch, heads, n, n]`, or to a boolean mask of what may be seen. `out_parts` are functions of the output rows,
-    `(rows [batch, n, heads * dim], places, *tensors)`, and `gate` is a function of the gate's rows, which the output is
-    then multiplied with. The tensors of all of these come in this order: turn, q, k, biases, out.
+    The tensors of all parts come in this order: turn, q_parts, k_parts, biases, out_parts.
+
+    Attributes:
+        heads: the number of heads of q.
+        kv_heads: the number of heads of k and v.
+        sections: how many channels q, k, v and the gate (if any) have.
+        scale: the factor of the scores; None for torch's default.
+        causal: whether a query sees only keys at its own and earlier positions.
+        turn: a function `(rows, places, *tensors)`, applied with the same tensors to q and to k, after their parts. It
+            is for rotary positions.
+        q_parts: functions `(rows, places, *tensors)` that are applied to q, `[batch, heads, n, dim]`.
+        k_parts: the same for k.
+        biases: functions `(q, places of q, places of k, *tensors)`. Each returns a tensor that is added to the scores,
+            or a boolean mask that is True where a query may see a key. Both are broadcast to `[batch, heads, n, n]`.
+        out_parts: functions `(rows, places, *tensors)` that are applied to the output, `[batch, n, heads * dim]`.
+        gate: a function of the gate's rows. The output is multiplied with its result.
     """
 
     heads: int
@@ -116,9 +128,12 @@ class Core:
         key_bias: Tensor | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """Attention of q, k, v and the gate, rows `[batch, n, heads * dim]`, to rows `[batch, n, heads * dim]`.
+        """Attention of q, k, v and the gate, given as `rows` `[batch, n, heads * dim]` each.
 
-        `key_bias` is added to the scores too; where it is given it takes care of causality.
+        `key_bias` is added to the scores. If it is given, it must also contain the causal mask, if there is one.
+
+        Returns:
+            Rows `[batch, n, heads * dim]`.
         """
         gate = None if self.gate is None else rows[3]
         q, k, v = self.split_heads(rows, q_at)
@@ -132,7 +147,7 @@ class Core:
         key_bias: Tensor | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """The same for rows in which the sections lie side by side, `[batch, n, sum of sections]`."""
+        """The same for one tensor `[batch, n, sum of sections]` that holds all sections."""
         q, k, v = self.joint_heads(qkv)
         if self.is_bare:
             return self.join_heads(self.attend(q, k, v, (), key_bias, dropout))
@@ -168,11 +183,11 @@ class Core:
 
     @property
     def is_bare(self) -> bool:
-        """Whether it is scores, softmax and values alone."""
+        """True if there is nothing but scores, softmax and the product with the values: no parts and no gate."""
         return not (self.turn or self.q_parts or self.k_parts or self.biases or self.out_parts or self.gate)
 
     def joint_heads(self, qkv: Tensor) -> Sequence[Tensor]:
-        """q, k and v, `[batch, heads, n, dim]`, of rows in which the sections lie side by side."""
+        """q, k and v as `[batch, heads, n, dim]`, from one tensor that holds all sections."""
         sections = self.sections
         if len(sections) == 3 and sections[0] == sections[1] == sections[2] and self.heads == self.kv_heads:
             batch, count, width = qkv.shape
@@ -203,7 +218,7 @@ class Core:
         key_bias: Tensor | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """Softmax of the scores and of what is added to them, times the values."""
+        """Softmax of the scores plus all tensors in `added`, times the values."""
         if key_bias is not None:
             added = [*added, key_bias]
         elif self.causal and added:
@@ -214,7 +229,7 @@ class Core:
 
 
 def _through(parts: tuple[Part, ...], rows: Tensor, at: Places, tensors: Tensors) -> tuple[Tensor, Tensors]:
-    """Rows through functions, and the tensors that are left for the next."""
+    """Apply parts to rows. Returns the rows, and the tensors that the parts did not use."""
     for part in parts:
         rows = part.fn(rows, at, *tensors[: part.tensors])
         tensors = tensors[part.tensors :]
@@ -222,7 +237,7 @@ def _through(parts: tuple[Part, ...], rows: Tensor, at: Places, tensors: Tensors
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A boolean mask of what may be seen as what is added to the scores."""
+    """A mask as numbers to add to the scores: a boolean one becomes 0 where it is True and -inf elsewhere."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else mask
 
 
@@ -236,7 +251,7 @@ def attend(
     scale: float | None,
     grouped: bool,
 ) -> Tensor:
-    """torch's attention, for any type of mask, and on the meta device saving what its fused kernels save."""
+    """torch's attention, for any dtype of mask. On the meta device it saves what the fused kernels would save."""
     if mask is not None:
         mask = mask.to(q.dtype) if mask.dtype not in (torch.bool, q.dtype) else mask
         mask = mask.view(*(1,) * (4 - mask.dim()), *mask.shape)
@@ -246,7 +261,10 @@ def attend(
 
 
 class _OnMeta(torch.autograd.Function):
-    """torch runs attention on the meta device as matmuls and a softmax, which save the attention matrix."""
+    """Attention on the meta device, which saves as much as a fused kernel.
+
+    torch's own runs as matmuls and a softmax there, which would save the attention matrix.
+    """
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -264,14 +282,15 @@ class _OnMeta(torch.autograd.Function):
 
 
 def row_norm(fn: Callable[..., Tensor], tensors: int) -> Part:
-    """A norm of each head's channels, or any other function of each row."""
+    """A part for a norm of each head's channels, or for any other function of each row."""
     return Part(lambda rows, places, *given: fn(rows, *given), tensors)
 
 
 def rotate(half: bool) -> Part:
-    """Rotary positions. Tensors: sine and cosine, `[n, dim]`, or with dimensions for batch and heads in front.
+    """A part for rotary positions. Tensors: sine and cosine, `[n, dim]`, or with dimensions for batch and heads first.
 
-    Channels are rotated in pairs: a channel with that `half` of them further on, or with its neighbour.
+    Channels are rotated in pairs. With `half`, channel i is paired with channel i + dim / 2; otherwise neighbours are
+    paired (0 with 1, 2 with 3).
     """
 
     def fn(rows: Tensor, places: Places, sin: Tensor, cos: Tensor) -> Tensor:
@@ -289,9 +308,10 @@ def rotate(half: bool) -> Part:
 
 
 def add_dense() -> Part:
-    """A bias or a mask of the scores. Tensors: `[n, n]`, with dimensions for batch and heads in front if any.
+    """A part that adds a bias or a mask to the scores. Tensors: one, `[n, n]`, or with batch and heads first.
 
-    One for fewer samples than there are (the windows of one image) is repeated.
+    If its batch is smaller than that of q, it is repeated. For example, it may hold one mask for each window of an
+    image, while q holds the windows of several images.
     """
 
     def fn(q: Tensor, q_at: Places, k_at: Places, bias: Tensor) -> Tensor:
@@ -307,8 +327,8 @@ def add_dense() -> Part:
 class SelfAttention(Stage):
     """The projection to q, k and v and the attention itself, as one stage.
 
-    Tensors: `counts[0]` of the projection, `counts[1]` of the core, and for the `head` method the indices of the kept
-    heads.
+    Tensors: `counts[0]` of the projection, then `counts[1]` of the core. With the `head` method, the last one holds the
+    indices of the kept heads.
     """
 
     method: str
@@ -325,7 +345,7 @@ class SelfAttention(Stage):
         return self.method != "qkv"
 
     def split_tensors(self, tensors: tuple) -> tuple[tuple, tuple]:
-        """Those of the projection, and those of the core."""
+        """The tensors of the projection, and those of the core."""
         first, second = self.counts[0], sum(self.counts)
         return tensors[:first], tensors[first:second]
 
@@ -345,7 +365,7 @@ class SelfAttention(Stage):
         return self.projection.noises
 
     def _rows(self, qkv: Tensor, tensors: Tensors, kept: Kept | None) -> Tensors:
-        """What backward needs of q, k and v (and the gate)."""
+        """The part of q, k, v and the gate that backward needs."""
         if self.method == "head":
             return tuple(self._pick_heads(one, tensors[-1]) for one in self.sections(qkv))
         if kept is None:
@@ -388,7 +408,7 @@ class SelfAttention(Stage):
     def vjp_core(
         self, qkv: Tensor, tensors: Tensors, needs: tuple[bool, ...], kept: Kept | None
     ) -> tuple[Tensor, Pull]:
-        """Attention among the slots of q, k and v, and its pull-back to them and to the tensors of the core."""
+        """Attention among the slots, and its pull-back to q, k, v and the tensors of the core."""
         if kept is None:
             return self._vjp_core(qkv, tensors, needs, Places(), None)
         key_bias = kept.causal_bias(qkv.dtype) if self.core.causal else kept.key_bias(qkv.dtype)
@@ -403,7 +423,7 @@ class SelfAttention(Stage):
                 return self.core.of_joint(qkv, tensors, places, key_bias)
 
             return partial_vjp(core, qkv, tensors, needs)
-        # Only what has to be is in the graph: each of its nodes costs as much as a small kernel.
+        # Keep the autograd graph small: each of its nodes costs as much as a small kernel.
         q, k, v = leaves = [t.detach().requires_grad_() for t in self.core.joint_heads(qkv)]
         with torch.enable_grad():
             graph = self.core.attend(q, k, v, key_bias=key_bias)
@@ -432,7 +452,7 @@ class SelfAttention(Stage):
             dq, found = pull_core(grad)
             d_kv: Any = found[0]
             first, last = edges[1][0], edges[2][1]
-            if isinstance(self.projection, Linear):  # k and v by one matmul
+            if isinstance(self.projection, Linear):  # one matmul for k and v together
                 jobs = [_Job(first, last, None, d_kv, False)]
             else:
                 parts = zip(edges[1:3], d_kv.split(self.core.sections[1:3], -1), strict=True)
@@ -468,7 +488,7 @@ class SelfAttention(Stage):
     def _project_back(
         self, at: Point, kept: Kept | None, jobs: Sequence[_Job]
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        """The backward of the projection for some of its output channels at a time."""
+        """The backward of the projection; each job is done for some of its output channels."""
         layers = self._layers(*(self.split_tensors(given)[0] for given in (at.tensors, at.needs)))
         x_slots = None if at.x is None or kept is None else kept.gather(at.x)
         pieces: list[list[tuple[Any, tuple[Tensor | None, ...]]]] = [[] for _ in layers]
@@ -510,7 +530,11 @@ class SelfAttention(Stage):
 def _put_together(
     tensors: Tensors, pieces: Sequence[tuple[Any, tuple[Tensor | None, ...]]]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of tensors from those of some of their rows. Slices follow one another; what is in none is zero."""
+    """The gradients of whole tensors, put together from pieces: pairs of some rows and the gradients of these rows.
+
+    If the rows of all pieces are slices, they follow one another and cover the tensor. Otherwise rows that are in no
+    piece get zeros.
+    """
     whole: list[Tensor | None] = []
     for i, tensor in enumerate(tensors):
         parts = [found[i] for _, found in pieces]
@@ -536,7 +560,11 @@ def _edges(widths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class _Job(NamedTuple):
-    """Output channels of the projection, from `start` to `stop` or `channels` of those, with their gradient."""
+    """Some output channels of the projection and their gradient.
+
+    These are the channels from `start` to `stop`, or only `channels` of them, counted from `start`. `is_slots` says
+    that the gradient is for slots and not for all positions.
+    """
 
     start: int
     stop: int
@@ -546,7 +574,7 @@ class _Job(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """A linear layer of the projection, and the channels it makes."""
+    """A linear layer of the projection. It makes the output channels from `start` to `stop`."""
 
     stage: Linear
     tensors: Tensors

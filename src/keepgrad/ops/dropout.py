@@ -1,7 +1,7 @@
-"""Dropout inside of a stage: what was drawn is saved in one bit for each value, and used again in backward.
+"""Dropout inside a stage. It saves one bit for each value, zero if the value was dropped, to drop the same in backward.
 
-The noise is drawn by the user's own module, in the shape that it is given, so the random stream is that of the plain
-model. A slot has the noise of its picked position.
+The user's own module draws the noise, in the shape that it is given, so the random numbers are those of the plain
+model. A slot uses the noise of its picked position.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ __all__ = ["Drop", "OpaqueWithDropout"]
 
 @dataclass(frozen=True)
 class Drop:
-    """Dropout with probability `p`: `draw` is the forward of its module, which draws the noise when given ones."""
+    """Dropout with probability `p`. `draw` is the forward of its module, which returns the noise for ones."""
 
     draw: Callable[[Tensor], Tensor]
     p: float
 
     def apply(self, x: Tensor, kept: Kept | None) -> tuple[Tensor, Tensor]:
-        """All rows with values dropped, and the bits to save."""
+        """Drop values of all rows. Returns the rows, and the bits to save."""
         noise = self.draw(torch.ones_like(x))
         live = noise != 0
         return x * noise, _bits(live if kept is None else kept.pick(live))
 
     def again(self, x: Tensor, bits: Tensor) -> Tensor:
-        """The same for slots (or their gradient), from the bits."""
+        """Drop the same values of slots, or of their gradient, as the saved bits say."""
         shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
         live = bits.unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and_(1).flatten(-2)[..., : x.shape[-1]]
         noise = live.to(x.dtype)
@@ -45,7 +45,7 @@ class Drop:
 
 
 def _bits(live: Tensor) -> Tensor:
-    """Booleans `[..., n]`, eight to a byte."""
+    """Booleans `[..., n]`, packed eight to a byte."""
     shifts = torch.arange(8, dtype=torch.uint8, device=live.device)
     eights = F.pad(live.to(torch.uint8), (0, -live.shape[-1] % 8)).unflatten(-1, (-1, 8))
     return eights.bitwise_left_shift(shifts).sum(-1, dtype=torch.uint8)
@@ -53,10 +53,10 @@ def _bits(live: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class OpaqueWithDropout(Opaque):
-    """Any position-wise module with dropouts inside, each of which it calls once, on rows.
+    """Any position-wise module with dropouts inside. It must call each of them at most once, on rows.
 
-    `modules` are the dropouts. While `fn` runs, their forward is one that notes what it draws, or that does the same
-    again.
+    `modules` are the dropouts. While `fn` runs, their forward is replaced: in the forward pass by one that records what
+    is drawn, in backward by one that drops the same values again.
     """
 
     modules: tuple[Any, ...] = ()
@@ -94,7 +94,7 @@ class OpaqueWithDropout(Opaque):
 
 @contextmanager
 def _in_place_of(modules: Sequence[Any], forward: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
-    """While this lasts, the modules run `forward` with their number."""
+    """While this context is on, each module calls `forward` with its number in the list and its input."""
     for number, module in enumerate(modules):
         module.forward = partial(forward, number)
     try:

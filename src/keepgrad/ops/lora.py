@@ -1,8 +1,8 @@
-"""A linear layer with low-rank adapters beside it: `y = W x + b + sum over adapters of s B A drop(x)`.
+"""A linear layer with low-rank adapters (LoRA): `y = W x + b + sum over adapters of s B A drop(x)`.
 
-The frozen W needs no input for its backward, A needs the input with values dropped, B needs `A drop(x)`, which is
-cheap to redo. So what is saved is the input, once for all layers that read it, and one bit for each dropped value. With
-A frozen too, B alone would need less; that is not done.
+The backward of the frozen W needs no input. That of A needs `drop(x)`, and that of B needs `A drop(x)`, which is cheap
+to redo. So two things are saved: the input, once for all layers that read it, and one bit per value for the dropout.
+If A is frozen too, saving `A drop(x)` for B alone would need less memory; that is not done.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ class LowRank(NamedTuple):
 
 @dataclass(frozen=True)
 class Lora(Stage):
-    """Tensors: `count` of the base, then for each adapter A `[r, in]`, B `[out, r]` and the bias of B, if any."""
+    """A base layer with low-rank adapters.
+
+    Tensors: `count` of the base, then for each adapter A `[r, in]`, B `[out, r]` and the bias of B, if any.
+    """
 
     base: Stage
     count: int
@@ -45,7 +48,7 @@ class Lora(Stage):
         return sum(adapter.drop is not None for adapter in self.adapters)
 
     def split(self, tensors: Sequence[Any]) -> list[Any]:
-        """`tensors`, or anything in their order: those of the base, then those of each adapter."""
+        """Split `tensors`, or a list with one entry per tensor: those of the base, then those of each adapter."""
         groups, start = [tuple(tensors[: self.count])], self.count
         for adapter in self.adapters:
             end = start + 2 + adapter.has_bias
@@ -72,7 +75,7 @@ class Lora(Stage):
         return self._add(out, x, groups, lambda one, rows: one.again(rows, next(rest)))
 
     def _add(self, out: Tensor, x: Tensor, groups: list[Any], drop: Any) -> Tensor:
-        """What the base made, and what the adapters make, in the order and the precision of PEFT's own forward."""
+        """Add the adapters' outputs to that of the base, `out`, in the order and precision of PEFT's own forward."""
         dtype = out.dtype
         for adapter, (down, *up) in zip(self.adapters, groups, strict=True):
             rows = cast(x, down.dtype)

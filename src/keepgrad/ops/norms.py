@@ -1,11 +1,11 @@
-"""RMS norms as language models write them: in float32, whatever the type of the rows.
+"""RMS norms as language models compute them: in float32, whatever the dtype of the rows.
 
     y = w x r,   r = (mean of x^2 over the channels + eps) ^ -1/2
     dx = r (g - x r^2 mean(g x)),   dw = sum of dy x r over the rows,   with g = w dy
 
-`w` is the weight, or with `one_more` the weight plus one (Gemma). Some models go back to the type of the rows before
-they multiply with the weight (Llama), others afterwards (Gemma): `casts_first` says which, so that the forward is the
-model's own. It is a cheap stage: nothing is saved besides its input, and `r` is redone.
+`w` is the weight, or with `one_more` the weight plus one (Gemma). Some models cast back to the dtype of the rows before
+they multiply with the weight (Llama), others afterwards (Gemma). `casts_first` says which, so that the forward equals
+the model's own. It is a cheap stage: nothing is saved besides its input, and `r` is redone in backward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["RmsNorm", "weighted_rms_norm"]
 
 @dataclass(frozen=True)
 class RmsNorm(Pointwise):
-    """An RMS norm with a weight, its backward written out: autograd's takes a dozen passes over the rows."""
+    """An RMS norm with a weight. Its backward is written out because autograd's takes a dozen passes over the rows."""
 
     eps: float = 1e-6
     one_more: bool = False

@@ -1,9 +1,8 @@
-"""The slow, obvious reference for reduced branches: dense matrices and plain autograd.
+"""A slow, obvious reference for reduced branches, made of dense matrices and plain autograd.
 
 A branch is a list of pieces. The exact forward runs every piece on all positions. The reduced graph runs them on
-slots, and wherever the engine would have saved a value, the value of the exact forward takes its place while the
-gradient stays that of the graph (`graft`). The result has the value of the exact forward and the gradient of the
-reduced one.
+slots. Wherever the engine would save a value, the graph uses the value of the exact forward but keeps its own gradient
+(`graft`). The result has the value of the exact forward and the gradient of the reduced graph.
 """
 
 from __future__ import annotations
@@ -18,16 +17,19 @@ __all__ = ["Matrices", "Piece", "attend", "graft", "matrices", "reduced_branch"]
 
 
 def graft(value: Tensor, graph: Tensor) -> Tensor:
-    """The value of one tensor with the gradient of another."""
+    """A tensor with the value of `value`, whose gradient goes to `graph`."""
     return value.detach() + graph - graph.detach()
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """A mask and a reduction, written out. `value` and `grad` are `[slots, positions]`, `place` the other way round.
+    """A mask and a reduction as matrices.
 
-    Slots take their value from `value @ x` and hand their gradient back through `grad`; the gradient of the output
-    reaches the slots through `place`, which puts slots where positions were.
+    Attributes:
+        value: `[slots, positions]`. The values of the slots are `value @ x`.
+        grad: `[slots, positions]`. The gradient of the slots goes back to `x` as that of `grad @ x`.
+        place: `[positions, slots]`. The output is `place @ slots`, through which its gradient reaches the slots.
+        size: `[slots]`, how many positions each slot stands for (1 for drop and scaled).
     """
 
     value: Tensor
@@ -43,7 +45,10 @@ class Matrices:
 def matrices(
     groups: Sequence[Sequence[int]], picked: Sequence[int], positions: int, reduce: str, prefix: int = 0
 ) -> Matrices:
-    """The matrices for groups of positions of which one each is picked; the first `prefix` are always kept."""
+    """The matrices of a reduction.
+
+    Each slot has a group of positions, one of which is picked. The first `prefix` positions are always kept.
+    """
     count = len(groups)
     pick = torch.zeros(count, positions, dtype=torch.float64)
     member = torch.zeros(count, positions, dtype=torch.float64)
@@ -69,7 +74,11 @@ def matrices(
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a branch: on all positions, on slots (the same unless given), and whether its output is saved."""
+    """A piece of a branch.
+
+    `full` is its function on all positions, `slots` its function on slots (None for the same one). `saved` says whether
+    the engine saves its output.
+    """
 
     full: Callable[[Tensor], Tensor]
     saved: bool = False
@@ -77,7 +86,7 @@ class Piece:
 
 
 def reduced_branch(pieces: Sequence[Piece], x: Tensor, reduction: Matrices) -> Tensor:
-    """The branch, without its residual."""
+    """Run the branch, without its residual."""
     value, graph = x.detach(), reduction.slots(x)
     for piece in pieces:
         value = piece.full(value).detach()

@@ -1,13 +1,20 @@
-"""What autograd saves outside of sites, in 8 bits.
+"""Packs what autograd saves outside of sites into 8 bits.
 
-`Outside` is a context for a forward pass. Each floating-point tensor that an operation saves in it is packed by a
-saved-tensor hook, once, however many operations read it: views of the same values share what is packed, and nothing
-here holds the tensor itself. Left as they are: parameters, buffers and what the model was given; tensors in the shape
-of a parameter (weights that were cast, gathered or computed); integers and masks; small tensors; what the engine
-saves for a site, which it packs by itself; and what the functions of `LEFT_ALONE` save.
+`Outside` is a context for a forward pass. A saved-tensor hook packs each floating-point tensor that an operation saves.
+A tensor is packed once, even if several operations save it: views of the same values share the packed copy. The tensor
+itself is not held here.
 
-A hook does not see for which operation it packs, so a function mode notes it. Fused attention saves q, k, v, its output
-and the logarithm of its sums, which must belong together: here only q, k and v are saved, and it is redone from them.
+These are not packed:
+- parameters, buffers and the inputs of the model;
+- tensors that have the shape of a parameter, because they may be weights that were cast, gathered or computed;
+- integers and masks;
+- small tensors;
+- what the engine saves for a site, because it packs that itself;
+- what the functions in `LEFT_ALONE` save.
+
+A hook is not told which operation saves the tensor, so a `TorchFunctionMode` records the current function. Fused
+attention saves q, k, v, its output and the logarithms of its softmax sums. These must belong together, so they cannot
+be rounded separately. Here only q, k and v are saved, and attention is redone from them in backward.
 """
 
 from __future__ import annotations
@@ -31,7 +38,7 @@ from .store import GROUP, TYPES, Packed, pack, packs, unpack
 __all__ = ["Outside", "observers"]
 
 LEAST = 2**12
-"""A tensor with fewer values is left as it is."""
+"""Tensors with fewer values are not packed."""
 LEFT_ALONE = {
     F.scaled_dot_product_attention,
     F.cross_entropy,
@@ -46,11 +53,11 @@ READS_SIGNS = {
 }
 
 observers: list[Callable[[Tensor], object]] = []
-"""Functions that are told every tensor that is held for backward here: other saved-tensor hooks do not see them."""
+"""Functions that are called with every tensor that is held for backward here. Other saved-tensor hooks miss these."""
 
 
 class _Whole(NamedTuple):
-    """A packed tensor, flat, with its last values if they do not fill a group, and how it lay in memory."""
+    """A packed tensor: its values flat, the last values (`tail`) if they do not fill a group, its shape and strides."""
 
     flat: Packed
     tail: Tensor | None
@@ -59,12 +66,12 @@ class _Whole(NamedTuple):
 
 
 class Outside(TorchFunctionMode):
-    """Pack what is saved while this context is on.
+    """A context that packs what autograd saves while it is on.
 
     Args:
-        parameters: those of the model.
+        parameters: the parameters of the model.
         others: its buffers and inputs.
-        noise: gives the random numbers to round a tensor with.
+        noise: a function from a tensor to the random numbers to round it with.
     """
 
     def __init__(
@@ -91,11 +98,15 @@ class Outside(TorchFunctionMode):
         super().__exit__(*error)
         assert self.hooks is not None
         self.hooks.__exit__(*error)
-        self.hooks = None  # it holds this
+        self.hooks = None  # the hooks refer to this object
         engine.outside = self.before
 
     def pause(self) -> bool:
-        """Stop watching torch's functions, which costs time in each of them; False if another mode does not let it."""
+        """Stop intercepting torch functions, which costs time in each call.
+
+        Returns:
+            False if another mode was entered after this one, so that this one cannot be left.
+        """
         if last_function_mode() is not self:
             return False
         super().__exit__(None, None, None)
@@ -133,10 +144,10 @@ class Outside(TorchFunctionMode):
             return tensor
         count, own_bytes = tensor.numel(), tensor.numel() * tensor.element_size()
         if count < LEAST:
-            # A small part must not hold the whole.
+            # Copy a small view, so that it does not keep the whole storage alive.
             return tensor.clone() if storage.nbytes() > 2 * own_bytes else tensor
         if storage.nbytes() < own_bytes:
-            return tensor  # expanded
+            return tensor  # it was expanded: several entries share one value in memory
         flat, stride, is_copy = _flat(tensor)
         made = self.made.setdefault(storage, {})
         key = (tensor._version, tensor.storage_offset(), count, *((*tensor.shape, *tensor.stride()) if is_copy else ()))
@@ -167,7 +178,7 @@ class Outside(TorchFunctionMode):
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:
-    """A tensor as it lies in memory, its strides there, and whether it had to be copied because of gaps."""
+    """The values of a tensor in memory order, its strides, and whether it had to be copied because there are gaps."""
     by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     dense = tensor.permute(by_stride)
     if dense.is_contiguous():
@@ -177,7 +188,7 @@ def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:
 
 
 class _Attention(torch.autograd.Function):
-    """torch's attention, of which q, k and v are saved in 8 bits, and which is redone from them in backward."""
+    """torch's attention. It saves q, k and v in 8 bits and is redone from them in backward."""
 
     @staticmethod
     def forward(ctx, options: Any, noise: Tensor, number: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None):
