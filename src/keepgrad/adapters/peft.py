@@ -1,7 +1,7 @@
 """PEFT: linear layers with low-rank adapters (LoRA, rsLoRA), and modules of which PEFT trains a full copy.
 
 Plain LoRA has a stage of its own. Variants (DoRA and others) are treated like any module that keepgrad does not know.
-If the adapters are merged or switched off, only the layer below them counts.
+If the adapters are merged or switched off, only the layer below them is used.
 """
 
 from __future__ import annotations

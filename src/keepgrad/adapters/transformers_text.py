@@ -7,7 +7,7 @@ and an adapter of its own.
 
 Which positions may see which others is given to a layer in one of two ways: as a mask `[batch, 1, n, n]` of the scores,
 which covers causality, a sliding window, padding and packed sequences; or as no mask and a flag for causality. Flash
-attention has other forms for padding and packed sequences. A call that uses those runs the layer's own code.
+attention is given padding, packed sequences and sliding windows in other forms. The layer then runs its own code.
 
 A cache of keys and values that is empty stays empty in training, as with transformers' own checkpointing. If it holds
 something, the layer runs its own code.
@@ -159,7 +159,7 @@ def without_cache(m: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_flash(m: nn.Module, attn: Any, given: Mapping[str, Any]) -> None:
-    """Raise NotRows if flash attention gets padding or packed sequences in another form than a mask of the scores."""
+    """Raise NotRows if flash attention is given padding, packed sequences or a sliding window."""
     positions = given.get("position_ids")
     packed = isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
     if given.get("attention_mask") is None and getattr(attn, "sliding_window", None) is None and not packed:
@@ -174,7 +174,7 @@ def check_flash(m: nn.Module, attn: Any, given: Mapping[str, Any]) -> None:
 
 @adapts(*classes({"gpt2": "GPT2"}, "Block"))
 class Gpt2Block(DecoderLayer):
-    """GPT-2: layer norms, one layer for q, k and v, and linear layers of the class `Conv1D`."""
+    """GPT-2: learned positions, layer norms, one layer for q, k and v, and linear layers of the class `Conv1D`."""
 
     def attention_of(self, m: Any) -> Any:
         return m.attn
