@@ -25,7 +25,7 @@ __all__ = ["Block", "find_blocks"]
 class Block:
     """A module that holds sites.
 
-    `outer` is the block that this one lies inside of, if any. `index` is the number of the block in the model; a block
+    `outer` is the block around this one, if any. `index` is the number of the block in the model; a block
     inside another has the index of the outer one, and a downsampling layer that of the block after it. `trunk` is the
     common start of the names of a row of blocks, such as "blocks.". `stage` numbers the resolutions of a trunk from
     the finest, 0, and `stride` is how many times coarser than the finest this block's resolution is. `embed` is the
@@ -48,7 +48,7 @@ class Block:
     has_frames: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # Programs hold functions, which cannot be pickled. Whoever loads the copy has to compile them again.
+        # Programs hold functions, so they are left out of a copy. Whoever uses the copy compiles them again.
         return {**vars(self), "programs": dict.fromkeys(self.programs)}
 
     @property
