@@ -324,7 +324,7 @@ class Objects(Dataset):
 
 
 def _inside(box: Sequence[float], height: int, width: int) -> list[float] | None:
-    """The corners of a box, clipped to its image; None if less than a pixel is left."""
+    """The corners of a box, clipped to its image; None if less than a pixel of its width or height is left."""
     left, top, wide, tall = box
     right, bottom = min(left + wide, width), min(top + tall, height)
     left, top = max(left, 0.0), max(top, 0.0)

@@ -98,7 +98,7 @@ class ImageFolder:
                     yield entry.path
 
     def _entries(self, folder: Path, above: tuple[Any, ...]) -> Iterator[os.DirEntry[str]]:
-        """The files and folders in a folder, without hidden ones, links to a folder above and other kinds of entries."""
+        """The files and folders in a folder, except hidden ones and links to a folder in `above`."""
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as error:

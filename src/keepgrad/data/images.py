@@ -140,7 +140,7 @@ def kind_of(dataset: str) -> str:
     """Check a dataset name for timm's `create_dataset`, e.g. torch/cifar100. Returns "" for folders and tar files.
 
     Raises:
-        ConfigError: if the kind is not known (timm would take the name for a folder), or its images have no numbers.
+        ConfigError: if the kind is not known (timm would take the name for a folder), or is a stream.
     """
     library, _, name = dataset.partition("/")
     if not dataset or dataset.lower() in ("torch/folder", "torch/image_folder"):
@@ -198,7 +198,7 @@ def part_of(root: str, part: str) -> Path | None:
 
 
 class _Augmented(Dataset):
-    """The transformed images of a source. Item `epoch * len(source) + index` is image `index`, augmented for `epoch`."""
+    """The transformed images of a source. Item `epoch * len(source) + index` is image `index` in `epoch`."""
 
     def __init__(self, source: Source, transform: Callable[[Any], Tensor], mode: str, seed: int) -> None:
         self.source, self.transform, self.mode, self.seed = source, transform, mode, seed

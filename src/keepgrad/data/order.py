@@ -1,4 +1,4 @@
-"""The order of the samples, and the random numbers for each. They depend only on the seed, the epoch and the sample."""
+"""The order of the samples, and the random numbers for each. Both depend only on seed, epoch and sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE = 60  # seconds until a loader process ends after SIGTERM
 
 
 class Unreadable(NamedTuple):
-    """A file that cannot be used. Loaders return it in place of the batch: exceptions change on their way to a process."""
+    """A file that cannot be used. Loaders return it in place of a batch, as exceptions change between processes."""
 
     name: str
     reason: str

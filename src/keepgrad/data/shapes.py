@@ -53,7 +53,7 @@ def make_shapes(root: Path, train: int = 480, val: int = 48) -> Path:
 
 
 def _draw(generator: np.random.Generator, path: Path) -> list[dict[str, Any]]:
-    """Draw one image with up to four shapes that do not overlap. Returns their annotations."""
+    """Draw one image with one to four shapes that do not overlap. Returns their annotations."""
     from PIL import Image, ImageDraw
 
     background = generator.integers(60, 140, 3) + generator.normal(0, 12, (SIZE, SIZE, 3))
