@@ -151,7 +151,7 @@ def quality(question: Question, results: Results) -> Draw:
 
 
 def heat_map(question: Question, results: Results) -> tuple[Draw, tuple[float, float]]:
-    """Plot the cosine of each layer at each keep ratio, reduced in all branches. Also returns the size of the picture."""
+    """Plot the cosine of each layer at each keep-ratio in all branches. Also returns the size of the picture."""
     cases = [case for case in question.cases if case.series == EVERYWHERE and case.key in results.measured]
     layers = [name for name, *_ in results.measured[cases[0].key].layers] if cases else []
     table = [

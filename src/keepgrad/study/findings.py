@@ -61,7 +61,7 @@ def advice(results: Results) -> Advice:
 
 
 def is_good(key: str, one: Measured, results: Results) -> bool:
-    """True if gradients agree with exact ones and, if trainings were run, they are not worse than full backprop."""
+    """True if the gradients agree with exact ones and the short trainings, if any, are not worse than full backprop."""
     agrees = one.cosine >= COSINE and abs(one.norm_ratio - 1) <= NORM
     return agrees and not is_behind(results.against_full(key))
 

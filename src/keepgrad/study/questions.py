@@ -186,7 +186,7 @@ def questions(
 
 
 def _at_half(option: str, values: Sequence[str]) -> tuple[Case, ...]:
-    """A case for each value of an option at keep ratio 0.5: with drop as in the paper, and with fold."""
+    """A case for each value of an option at keep-ratio 0.5: with drop as in the paper, and with fold."""
     return tuple(
         Case(value, reduce, {"keep_ratio": 0.5, option: value, "reduce": reduce})
         for reduce in ("drop", "fold")

@@ -125,7 +125,7 @@ class Results:
         return [run.top1 - plain[seed].top1 for seed, run in self.runs(key).items() if seed in plain]
 
     def write_csv(self, folder: Path, front: Sequence[str]) -> None:
-        """Write `study.csv`, with a row for each setting, and `layers.csv`, with a row for each layer of each setting."""
+        """Write `study.csv`, with a row per setting, and `layers.csv`, with a row per setting and layer."""
         head = [f.name for f in dataclasses.fields(Measured) if f.name != "layers"]
         with written_whole(folder / "study.csv") as partial, partial.open("w", newline="") as file:
             writer = csv.writer(file)

@@ -25,7 +25,7 @@ from .subject import Subject, described
 
 __all__ = ["study"]
 
-SHOWN = (0.5, 0.25)  # the masks are drawn at these keep ratios
+SHOWN = (0.5, 0.25)  # the report shows masks at these keep-ratios
 
 
 def study(config: StudyConfig, output: Path) -> Table:
@@ -69,7 +69,7 @@ def _ask(subject: Subject, results: Results, path: Path) -> list[Question]:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     except ImportError:
         raise KeepgradError("a study needs rich: pip install 'keepgrad[report]'") from None
-    report_figures()  # says now, not at the end, if there is no matplotlib
+    report_figures()  # reports a missing matplotlib now, not at the end
 
     config = subject.config
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -81,7 +81,7 @@ def _ask(subject: Subject, results: Results, path: Path) -> list[Question]:
         progress.update(bar, description="equal memory", total=None)
         asked = questions(subject.has_attention, subject.blocks, subject.saved, config.setting())
         keys = all_keys(asked)
-        # In steps of training; those of a measurement are the draws, the timed ones and their like.
+        # Progress counts training steps. One measurement takes this many, for its draws, timed steps and so on.
         once = config.batches * (config.draws + 1) + 2 * (config.rounds + 1) + 2
         todo = [key for key in keys if key not in results.measured and key not in results.left_out]
         trainings = dict.fromkeys([FULL, *map(trained_as, keys)])

@@ -198,7 +198,7 @@ class Subject:
             epoch += 1
 
     def masks(self, ratio: float) -> tuple[Tensor, dict[str, tuple[Layout, Tensor]]]:
-        """An image without normalisation, and for each kind of mask the layout of a feature map and its kept positions."""
+        """An image with its original colours, and a feature map and its kept positions for each kind of mask."""
         image = self.batches[0][0][:1]
         found = {}
         for mask in IMAGE_MASKS:

@@ -117,7 +117,7 @@ class CascadeHeads(nn.Module):
         return [{**one, "masks": own} for one, own in zip(results, masks, strict=True)]
 
     def matched(self, stage: Any, boxes: Boxes, targets: Targets) -> tuple[Boxes, Boxes, Boxes]:
-        """Match boxes with the ground truth: the index of the match, the label at this stage, and the target offsets."""
+        """Match boxes with the ground truth. Returns the index of each match, the labels and the target offsets."""
         truth = [t["boxes"].to(own.dtype) for t, own in zip(targets, boxes, strict=True)]
         matched, labels = stage.assign_targets_to_proposals(boxes, truth, [t["labels"] for t in targets])
         goals = [
