@@ -1,6 +1,7 @@
 """The memory of a training step before it is run: full backprop, checkpointing, the paper and keepgrad side by side.
 
-Runs on fake tensors: it needs no GPU and no memory for data, and takes seconds even for a large model.
+Runs on fake tensors: it needs neither a GPU nor the memory it estimates, and takes
+seconds even for a large model.
 """
 
 from __future__ import annotations

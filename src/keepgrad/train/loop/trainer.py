@@ -38,7 +38,7 @@ from .stop import memory_errors_named, noted_signals, together
 R = TypeVar("R", bound=RunFlags)
 
 READ_EVERY = 10
-"""Read the losses from an accelerator only every so many steps, because reading makes the CPU wait for it."""
+"""Steps between two readings of the losses from an accelerator: each reading makes the CPU wait for it."""
 STEPS_AT = (2 / 3, 11 / 12)  # where `sched=steps` lowers the rate: after epochs 8 and 11 of 12
 
 __all__ = ["Outcome", "Task", "Trainer", "accelerator_for", "fitted"]
