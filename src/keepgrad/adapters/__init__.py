@@ -1,15 +1,15 @@
 """Which blocks keepgrad knows, and where they are in a model.
 
-An adapter says what is in one kind of block: its branches, as lists of the block's own modules in the order in which
-they run. It is registered under the import path of the block's class with `adapts`, here or by a user; no library is
-imported to know its classes. Three tiers:
+An adapter describes one kind of block. It lists the block's branches, and for each branch the block's own modules in
+the order in which they run. `adapts` registers it under the import path of the block's class, here or in a user's code.
+Classes are known by that path, so no library has to be imported. There are three tiers:
 
-1. a known block: whole branches run in the engine;
-2. a position-wise MLP in a block that is not known: a site at the MLP's own boundary;
+1. a known block: its whole branches run in the engine;
+2. a position-wise MLP in an unknown block: the MLP alone is a site;
 3. everything else is left as it is.
 """
 
-# The families register their adapters.
+# Importing these modules registers their adapters.
 from . import (  # noqa: F401
     peft,
     timm,

@@ -1,4 +1,4 @@
-"""The blocks of a model: which there are, in which order, at which resolution, and where their tokens come from."""
+"""Finds the blocks of a model: their order, their resolution, and the layer that makes their tokens."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ __all__ = ["Block", "find_blocks"]
 class Block:
     """A module that holds sites.
 
-    `index` counts the blocks; a downsampling layer has the index of the block after it, and what lies inside of another
-    block, `outer`, has its index. A `trunk` is a row of blocks through which the same features go; `stage` counts its
-    resolutions, and `stride` is the resolution relative to the finest. `embed` is the name of
-    the layer that makes patches of the images for it, and `prefix` the number of tokens before them, if they are known.
-    `is_text` says that there are no images, `has_frames` that there are clips.
+    `outer` is the block around this one, if any. `index` is the number of the block in the model; a block
+    inside another has the index of the outer one, and a downsampling layer that of the block after it. `trunk` is the
+    common start of the names of a row of blocks, such as "blocks.". `stage` numbers the resolutions of a trunk from
+    the finest, 0, and `stride` is how many times coarser than the finest this block's resolution is. `embed` is the
+    name of the layer that cuts images into patches, and `prefix` the number of tokens before those of the patches (the
+    class token, for example); both are None if not known. `is_text` is True if the input is text, `has_frames` if it
+    is video.
     """
 
     name: str
@@ -46,7 +48,7 @@ class Block:
     has_frames: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # Programs hold functions; who takes a copy compiles them anew.
+        # Programs hold functions, so they are left out of a copy. Whoever uses the copy compiles them again.
         return {**vars(self), "programs": dict.fromkeys(self.programs)}
 
     @property
@@ -64,11 +66,11 @@ class Block:
 
     @property
     def is_inner(self) -> bool:
-        """Whether it takes the index of another block."""
+        """True for a downsampling layer, which takes the index of the block after it."""
         return self.kinds == ("downsample",)
 
     def compile(self, kind: str) -> Program:
-        """The program of a branch as the block is now. Raises Unsupported."""
+        """Build the program of a branch from the block's current state. Raises Unsupported if it cannot be reduced."""
         _refuse_wrappers(self.module)
         items = self.adapter.branches(self.module)[kind]
         if isinstance(items, str):
@@ -80,9 +82,9 @@ class Block:
 
 
 def _refuse_wrappers(block: nn.Module) -> None:
-    """Raise Unsupported if a part of the block is wrapped for checkpointing, so that the block's own forward is run.
+    """Raise Unsupported if a part of the block is wrapped for checkpointing. The block then runs its own forward.
 
-    Blocks inside of it, and wrappers around those, are their own concern.
+    Known blocks inside this one are skipped, wrapped or not: they are checked by themselves.
     """
     for name, child in block.named_children():
         wraps = is_wrapper(child)
@@ -99,18 +101,19 @@ def find_blocks(model: nn.Module, declared: Mapping[str, Any] | None = None) -> 
 
     Args:
         model: the model.
-        declared: position-wise classes or modules of the user's own, by the kind of branch whose settings they follow.
+        declared: classes or modules that the user declares to be position-wise. The keys are the kind of branch whose
+            settings they follow, such as "mlp".
     """
     blocks: list[Block] = []
-    known: list[tuple[str, Block]] = []  # what the names of modules inside of a known block begin with
+    known: list[tuple[str, Block]] = []  # each block, with the prefix of the names inside it
     names = {id(module): name for name, module in model.named_modules()}
     for name, module in model.named_modules():
         outer = next((block for start, block in reversed(known) if name.startswith(start)), None)
         if outer is not None and outer.adapter.tier == 2:
-            continue  # it is a part of a site
+            continue  # the module is part of a site
         adapter = declared_adapter(module, declared or {}) or REGISTRY.get(path_of(module))
         if adapter is None and outer is None and (not name or re.search(r"\d", name)):
-            adapter = position_wise_adapter(module)  # in a row of blocks; one in a head has few positions, or one
+            adapter = position_wise_adapter(module)  # only in numbered blocks: a head has few positions
         if adapter is None:
             continue
         for part in adapter.modules(module):
@@ -126,7 +129,7 @@ def find_blocks(model: nn.Module, declared: Mapping[str, Any] | None = None) -> 
 
 
 def _block(name: str, module: nn.Module, adapter: Adapter, outer: Block | None) -> Block:
-    """A block with the programs of its branches."""
+    """Make a block, with a program for each branch, or the reason why the branch cannot be reduced."""
     block = Block(name, module, adapter, outer)
     try:
         branches = adapter.branches(module)
@@ -147,14 +150,14 @@ def _block(name: str, module: nn.Module, adapter: Adapter, outer: Block | None) 
 
 
 def _named(module: nn.Module) -> str:
-    """A class by its name, with the version of its library."""
+    """The name of the module's class and library, with the library's version."""
     library = type(module).__module__.partition(".")[0]
     version = getattr(sys.modules.get(library) or import_module(library), "__version__", None)
     return f"{type(module).__qualname__} of {library}" + (f" {version}" if version else "")
 
 
 def _number(blocks: list[Block]) -> None:
-    """Count the blocks. What lies inside of a block has its number, a downsampling layer that of the next block."""
+    """Number the blocks. One inside another takes the outer one's number, a downsampling layer that of the next."""
     number = 0
     waiting: list[Block] = []
     for block in blocks:
@@ -174,9 +177,10 @@ def _number(blocks: list[Block]) -> None:
 
 
 def _set_stages(blocks: list[Block]) -> None:
-    """Stages of a trunk are told by their width: it grows where the resolution falls.
+    """Set the trunk and the stage of each block.
 
-    A trunk is the blocks whose names begin alike, up to the first number.
+    A trunk is all blocks whose names are the same up to the first digit. Inside it, blocks with the same number of
+    channels form a stage: networks have more channels at a lower resolution.
     """
     trunks: dict[str, list[Block]] = {}
     for block in blocks:
@@ -194,10 +198,10 @@ def _set_stages(blocks: list[Block]) -> None:
 
 
 def _set_tokens(model: nn.Module, blocks: list[Block]) -> None:
-    """Find for each block the layer that makes patches of the images, and the number of prefix tokens.
+    """Find for each block the layer that cuts images into patches, and the number of prefix tokens.
 
-    The layer is the first convolution over patches in the nearest module around the block that has one, unless a nearer
-    one has a table of words instead; the number is `num_prefix_tokens` of a module around the block.
+    The search goes outward through the modules around the block. The first of them with a patch layer gives `embed`; if
+    one with an `nn.Embedding` comes first, the block is for text. `_prefix` reads the number of prefix tokens.
     """
     inside = tuple(f"{block.name}." for block in blocks)
     modules = dict(model.named_modules())
@@ -220,7 +224,7 @@ def _set_tokens(model: nn.Module, blocks: list[Block]) -> None:
 
 
 def _prefix(module: nn.Module) -> int | None:
-    """How many tokens a model puts before those of the image, if it says so."""
+    """How many tokens a model puts before those of the image; None if that cannot be read from it."""
     count = getattr(module, "num_prefix_tokens", None)
     if count is None:
         own = dict(module.named_parameters(recurse=False))
@@ -233,7 +237,7 @@ def _prefix(module: nn.Module) -> int | None:
 
 
 TOKENS = ("cls_token", "distillation_token", "register_tokens")
-"""What transformers' embeddings put before the patches."""
+"""The parameters of transformers' embeddings that become tokens before the patches."""
 
 
 def _makes_patches(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""What a branch is a list of: the user's own modules, and descriptions of what is no module of its own."""
+"""The items of a branch: the user's own modules, and descriptions of steps that are not modules."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = [
 
 
 class Unsupported(Exception):  # noqa: N818
-    """A branch that cannot be reduced; the message is the reason."""
+    """Raised for a branch that cannot be reduced. The message says why."""
 
 
 Ref = Callable[[], Tensor]
-"""Reads a tensor as it is now."""
+"""A function that returns the current value of a tensor, such as a weight."""
 
 
 class Step(NamedTuple):
-    """A stage, and where its tensors are read."""
+    """A stage of the engine, and functions that read the tensors it needs."""
 
     stage: Stage
     refs: tuple[Ref, ...] = ()
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """An item of a branch: a product with a vector of channels; `read` returns it, or None for no scale."""
+    """An item of a branch: multiplies each channel by a factor. `read` returns the factors, or None for no scale."""
 
     read: Callable[[], Tensor | None]
 
@@ -46,7 +46,7 @@ class Scale(NamedTuple):
 
 
 class LinearOf(NamedTuple):
-    """An item of a branch: a linear layer whose weight `[out, in]` and bias are read by functions."""
+    """An item of a branch: a linear layer, given by functions that return its weight `[out, in]` and its bias."""
 
     weight: Callable[[], Tensor]
     bias: Callable[[], Tensor | None] = lambda: None
@@ -60,26 +60,27 @@ class Attention:
     """An item of a branch: self-attention, described by its parts.
 
     Args:
-        module: the module itself, which is called as it is where nothing is reduced.
-        project: the layers to q, k and v: a joint one, one for q and one for k and v, or one each.
+        module: the module itself. It is called unchanged when nothing is reduced.
+        project: the layers that make q, k and v: one for all three, or one for q and one for k and v, or three.
         heads: the number of heads of q.
-        out: what follows inside the module, in order: norm, projection, dropout.
-        kv_heads: the number of heads of k and v, if another.
-        q_norm: a module that norms each head of q.
-        k_norm: a module that norms each head of k.
+        out: the modules after the attention product, in order: norm, projection, dropout.
+        kv_heads: the number of heads of k and v, if it differs from `heads`.
+        q_norm: a module that normalizes each head of q.
+        k_norm: a module that normalizes each head of k.
         scale: the factor of the scores; None for `dim ** -0.5`.
-        bias: returns what is added to the scores, `[heads or 1, n, n]`. It gets its gradient.
-        rotate_half: how rotary positions pair channels, if the model has them (see `ops.attention.rotate`).
-        turn: a function for rotary positions that are other ones, of the tensors that a call gives as `rope`.
-        q_parts: more functions of q (see `ops.attention.Core`), each with where to read its tensors.
+        bias: returns a tensor `[heads or 1, n, n]` that is added to the scores. Gradients flow to it.
+        rotate_half: how rotary embeddings pair the channels, if the model has them (see `ops.attention.rotate`).
+        turn: a function for another kind of rotary embedding. It is given the tensors that a call passes as `rope`.
+        q_parts: further functions applied to q (see `ops.attention.Core`), each with functions that read its tensors.
         k_parts: the same for k.
-        biases: the same for what is added to the scores.
-        gate: a layer on the input whose sigmoid the output is multiplied with.
+        biases: the same for terms that are added to the scores.
+        gate: a layer on the input. The output is multiplied by the sigmoid of what it returns.
         gate_norm: a norm of the output before the gate.
-        dropout: a function that returns the probability with which entries of the attention matrix are dropped now.
-        layout: the shape of the positions, where the module knows it (a window).
-        call: what to call instead of the module, with the options that the block's forward gives to `run`.
-        reason: why it cannot be reduced, if so; it is then called as it is, and nothing else has to be described.
+        dropout: a function that returns the current probability of dropping an entry of the attention matrix.
+        layout: the shape of the positions, if the module knows it (for example, the size of its window).
+        call: a function to call instead of the module, with the options that the block's forward passes to `run`.
+        reason: why the attention cannot be reduced, or None. If given, the module is called unchanged and no other
+            field is needed.
     """
 
     module: nn.Module
@@ -108,11 +109,11 @@ class Attention:
 
 
 Item = nn.Module | Scale | LinearOf | Attention
-"""What a branch is a list of."""
+"""A branch is a list of these."""
 
 
 WRAPPERS = {"transformers.modeling_layers"}
-"""Where functions are defined that wrap the forward of a class, and of each subclass, for checkpointing."""
+"""Modules whose functions wrap the forward of a class, and of each of its subclasses, for checkpointing."""
 
 
 def path_of(module: nn.Module) -> str:
@@ -122,7 +123,7 @@ def path_of(module: nn.Module) -> str:
 
 
 def unwrapped(forward: Any) -> Any:
-    """The forward that a class's author wrote."""
+    """The forward as the author of the class wrote it, without the wrappers around it."""
     while getattr(forward, "__globals__", {}).get("__name__") in WRAPPERS and hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     return forward
@@ -130,11 +131,11 @@ def unwrapped(forward: Any) -> Any:
 
 Describe = Callable[[Any], Attention]
 ATTENTIONS: dict[str, Describe] = {}
-"""From the import path of a class to a function that describes its attention."""
+"""Maps the import path of an attention class to a function that describes such a module."""
 
 
 def attention(module: Any) -> Attention:
-    """The description of an attention module."""
+    """Describes an attention module. If keepgrad does not know it, the description has a `reason`."""
     describe = ATTENTIONS.get(path_of(module))
     if describe is None or "forward" in vars(module):
         why = f"{type(module).__name__} is not an attention that keepgrad knows, or has a forward of its own"
@@ -143,7 +144,7 @@ def attention(module: Any) -> Attention:
 
 
 def describes(*paths: str) -> Callable[[Describe], Describe]:
-    """Add a function to the table, for the attentions with these import paths."""
+    """Register a function that describes the attention classes with these import paths."""
 
     def add(describe: Describe) -> Describe:
         ATTENTIONS.update(dict.fromkeys(paths, describe))

@@ -1,7 +1,7 @@
-"""The table from a module's type to the stages of the engine.
+"""The table that says, for each type of module, which stages of the engine it becomes.
 
-Types are named by their import path, so no library is imported to know its modules. A module whose type is not in the
-table, but that works on each position alone, becomes an opaque stage, which is redone in backward as it is.
+Types are named by their import path, so no library has to be imported. A position-wise module whose type is not in the
+table becomes an opaque stage: backward runs the whole module again.
 """
 
 from __future__ import annotations
@@ -35,38 +35,41 @@ HAS_HOOKS = "{} has hooks, which expect to see every position once"
 
 
 def is_plain(module: nn.Module, but_hooks: bool = False) -> bool:
-    """Whether calling the module does just what its class's forward does: no hooks, no override but keepgrad's own."""
+    """True if a call runs just the forward of the class: no hooks, and no other forward set but by keepgrad.
+
+    With `but_hooks`, hooks are allowed.
+    """
     return (but_hooks or not has_hooks(module)) and (
         "forward" not in vars(module) or (_is_patched(module) and vars(module)["forward"].previous is None)
     )
 
 
 def _is_patched(module: nn.Module) -> bool:
-    """Whether the module has a forward of keepgrad's."""
+    """True if keepgrad has replaced the module's forward."""
     return getattr(vars(module).get("forward"), "is_of_keepgrad", False)
 
 
 def read(module: nn.Module, name: str) -> Ref:
-    """Where to read a tensor of a module: in the dictionary of its parameters, or wherever else it is."""
+    """A function that reads a tensor of a module: from its dictionary of parameters, or else as an attribute."""
     parameters: dict[str, Any] = module._parameters
     return partial(parameters.__getitem__ if name in parameters else partial(getattr, module), name)
 
 
 def reads(module: nn.Module, *names: str) -> tuple[Ref, ...]:
-    """Where to read these tensors of a module, without those that are None."""
+    """Functions that read these tensors of a module. Tensors that are None are left out."""
     return tuple(read(module, name) for name in names if getattr(module, name, None) is not None)
 
 
 Build = Callable[[Any], list[Step]]
 STEPS: dict[str, Build] = {}
-"""From the import path of a class to a function that gives the steps of its modules."""
+"""Maps the import path of a class to a function that returns the steps of such a module."""
 
 SCALES = {"timm.layers.layer_scale.LayerScale": "gamma", "timm.layers.layer_scale.LayerScale2d": "gamma"}
-"""Modules that multiply with a vector, and the name of that vector."""
+"""Maps the import path of a class whose modules multiply by a vector to the name of that vector."""
 
 
 def steps_for(*paths: str) -> Callable[[Build], Build]:
-    """Add a function to the table, for the classes with these import paths."""
+    """Register a function that returns the steps of modules of the classes with these import paths."""
 
     def add(build: Build) -> Build:
         STEPS.update(dict.fromkeys(paths, build))
@@ -76,10 +79,10 @@ def steps_for(*paths: str) -> Callable[[Build], Build]:
 
 
 def steps_of(module: Any) -> list[Step]:
-    """A position-wise module as steps.
+    """The steps of a position-wise module.
 
     Raises:
-        Unsupported: if the module is no function of each row alone, or cannot be done again.
+        Unsupported: if the module mixes positions, or cannot be run again in backward.
     """
     if isinstance(module, Step):
         return [module]
@@ -93,7 +96,7 @@ def steps_of(module: Any) -> list[Step]:
 
 
 def steps_inside(module: nn.Module) -> list[Step]:
-    """The steps of a module's forward, whatever hooks it has of its own."""
+    """The steps of a module's forward. Hooks on the module itself are ignored."""
     if is_plain(module, but_hooks=True):
         build = STEPS.get(path_of(module))
         if build is not None:
@@ -104,7 +107,7 @@ def steps_inside(module: nn.Module) -> list[Step]:
 
 
 def hooked(module: nn.Module) -> Step:
-    """A module with hooks, which is called as itself, with its steps as its forward."""
+    """The step for a module with hooks. The module is called, so they run; only its forward is the engine's."""
     name = type(module).__name__
     steps = steps_inside(module)
     if torch.compiler.is_compiling():
@@ -152,7 +155,7 @@ def _linear(module: Any) -> list[Step]:
 
 
 def _check_gradient(module: nn.Linear) -> None:
-    """Raise Unsupported for a layer whose quantised weight passes no gradient on to its input."""
+    """Raise Unsupported if no gradient reaches the input through the layer's quantised weight."""
     device = module.weight.device
     if device.type == "meta":
         return
@@ -174,7 +177,7 @@ def _conv(module: Any) -> list[Step]:
 
 @steps_for("torch.nn.modules.normalization.LayerNorm")
 def layer_norm(module: Any) -> list[Step]:
-    """A norm of the channels, wherever the module looks for them: on rows they are last."""
+    """A norm over channels. Also for modules that expect channels first: in rows the channels are always last."""
     shape = tuple(module.normalized_shape)
     return [Step(layer_norm_stage(shape, module.weight, module.bias, module.eps)[0], reads(module, "weight", "bias"))]
 
@@ -186,18 +189,21 @@ def rms_norm(module: Any) -> list[Step]:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Tensor]:
-    """The forward of a module's class, without the hooks around it."""
+    """The forward of the module's class, bound to the module. Calling it runs no hooks."""
     return partial(type(module).forward, module)
 
 
 def drop_path(module: Any) -> list[Step]:
-    """Noise that is drawn once a sample."""
+    """Stochastic depth: one random number per sample."""
     probability = module.p if hasattr(module, "p") else module.drop_prob
     return [Step(Noise(own_forward(module), per_sample=True))] if module.training and probability else []
 
 
 def gate(act: nn.Module, act_first: bool) -> Step:
-    """Two halves of the channels, one of them through the activation, multiplied."""
+    """Splits the channels into two halves, applies the activation to one of them, and multiplies the two.
+
+    `act_first` says that the activation is applied to the first half.
+    """
     stage, refs = opaque(act)
     if refs or not isinstance(stage, Pointwise):
         raise Unsupported(f"{type(act).__name__} has parameters, in a gate")
@@ -211,7 +217,7 @@ def gate(act: nn.Module, act_first: bool) -> Step:
 
 
 def side_by_side(*layers: nn.Module) -> Step:
-    """Layers on the same input, their outputs side by side."""
+    """Layers that read the same input. Their outputs are concatenated along the channels."""
     steps = [one_step(layer) for layer in layers]
     widths = tuple(out_width(step) for step in steps)
     refs = tuple(ref for step in steps for ref in step.refs)
@@ -219,7 +225,10 @@ def side_by_side(*layers: nn.Module) -> Step:
 
 
 def rows_of_map(module: nn.Module) -> Step:
-    """A position-wise module without matrices for maps `[batch, channels, height, width]`, on rows."""
+    """Makes a module that works on maps `[batch, channels, height, width]` work on rows.
+
+    The module must be position-wise and have no matrices (an activation or a norm, for example).
+    """
     stage, refs = opaque(module)
     assert isinstance(stage, Pointwise)
     fn = stage.fn
@@ -231,12 +240,12 @@ def rows_of_map(module: nn.Module) -> Step:
 
 
 def global_response_norm(module: Any) -> Step:
-    """timm's and its like, with a weight and a bias for each channel."""
+    """The step for a global response norm with `weight`, `bias` and `eps`, such as timm's."""
     return Step(GlobalResponseNorm(module.eps), reads(module, "weight", "bias"))
 
 
 QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
-"""Where modules are defined that compute with whole numbers and pass no gradient on."""
+"""Packages of modules that compute with integers, through which no gradient flows."""
 DROPOUT = "torch.nn.modules.dropout.Dropout"
 RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
 SMOOTH = (nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Softplus, nn.Tanh)
@@ -248,7 +257,7 @@ OVER_POSITIONS = (
 
 
 def _refuse(module: nn.Module, draws: bool, but_hooks: bool) -> list[nn.Module]:
-    """Raise Unsupported for what is no function of each row alone, or cannot be done again. Returns its dropouts."""
+    """Raise Unsupported if the module mixes positions or cannot be run again in backward. Returns its dropouts."""
     drops: list[nn.Module] = []
     for inner in module.modules():
         kind = type(inner).__name__
@@ -268,20 +277,21 @@ def _refuse(module: nn.Module, draws: bool, but_hooks: bool) -> list[nn.Module]:
 
 
 def opaque(module: nn.Module, draws: bool = False, but_hooks: bool = False) -> Step:
-    """Any position-wise module on rows, redone in backward with whatever it does.
+    """The step for any position-wise module that is not in the table. Backward runs the module again.
 
-    It counts as heavy if it has a matrix or a dropout, else as cheap (a custom activation or norm). `draws` says
-    whether it may have dropouts, `but_hooks` that its own hooks do not count, if it can be run without them.
+    A module with a matrix or a dropout becomes an opaque stage, any other a pointwise one (a custom activation or norm,
+    for example), which counts as cheap. `draws` allows dropouts inside the module. `but_hooks` allows hooks on the
+    module itself, if it has no parameters and no dropouts, so that its forward can be called without them.
 
     Raises:
-        Unsupported: if the module is no function of each row alone, or cannot be done again.
+        Unsupported: if the module mixes positions, or cannot be run again in backward.
     """
     drops = _refuse(module, draws, but_hooks)
     named = dict(module.named_parameters())
-    if not named and not drops:  # it is no site
+    if not named and not drops:  # such a module is never a site, so its forward is its own
         return Step(Pointwise(module.forward, reads_signs=not isinstance(module, SMOOTH)))
     if has_hooks(module):
-        raise Unsupported(HAS_HOOKS.format(type(module).__name__))  # it is called, and they would run again
+        raise Unsupported(HAS_HOOKS.format(type(module).__name__))  # the module is called, so hooks would run again
     names = tuple(named)
 
     def fn(x: Tensor, *tensors: Tensor) -> Tensor:
@@ -289,7 +299,7 @@ def opaque(module: nn.Module, draws: bool = False, but_hooks: bool = False) -> S
         if not _is_patched(module):
             return torch.func.functional_call(module, given, (x,))
         patch: Any = module.forward
-        patch.is_aside = True  # a site must not run inside of itself
+        patch.is_aside = True  # the patched forward must not start the engine again
         try:
             return torch.func.functional_call(module, given, (x,))
         finally:
@@ -306,7 +316,7 @@ def opaque(module: nn.Module, draws: bool = False, but_hooks: bool = False) -> S
 
 
 def _parameter(module: nn.Module, name: str) -> Ref:
-    """Where to read the parameter of that name."""
+    """A function that reads the parameter of that name."""
     path, _, last = name.rpartition(".")
     return read(module.get_submodule(path), last)
 
@@ -322,7 +332,7 @@ def one_step(layer: Any) -> Step:
 
 
 def out_width(step: Step) -> int:
-    """The number of channels that a linear layer, or an opaque stage in its place, makes."""
+    """The number of output channels of a linear layer, or of an opaque stage in its place."""
     stage = step.stage.base if isinstance(step.stage, Lora) else step.stage
     if isinstance(stage, Linear):
         return step.refs[0]().shape[0]
@@ -339,7 +349,7 @@ def out_width(step: Step) -> int:
 
 
 def width_of(steps: Sequence[Step]) -> int | None:
-    """The number of channels of the first of the steps: what its first matrix reads, or its first vector has."""
+    """The number of input channels: those that the first matrix reads or, with no matrix, the length of a vector."""
     matrices = [
         step for step in steps if isinstance(step.stage, (Linear, Lora, Parallel, Opaque, Hooked)) and step.refs
     ]

@@ -1,7 +1,7 @@
-"""PEFT: linear layers with low-rank adapters (LoRA, rsLoRA), and copies of modules that are trained whole.
+"""PEFT: linear layers with low-rank adapters (LoRA, rsLoRA), and modules of which PEFT trains a full copy.
 
-Plain LoRA has a stage of its own. Its variants (DoRA and others) are modules like any other that keepgrad does not
-know. Merged adapters, or those that are switched off, leave the layer below them.
+Plain LoRA has a stage of its own. Variants (DoRA and others) are treated like any module that keepgrad does not know.
+If the adapters are merged or switched off, only the layer below them is used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DROPOUTS = ("torch.nn.modules.dropout.Dropout", "torch.nn.modules.linear.Identit
 
 
 def _is_known(m: Any, name: str) -> bool:
-    """Whether an adapter is plain LoRA, as PEFT has it."""
+    """True if an adapter is PEFT's plain LoRA, not a variant."""
     if name in getattr(m, "lora_variant", ()) or getattr(m, "use_dora", {}).get(name):
         return False
     if not getattr(m, "cast_input_dtype_enabled", True):
@@ -54,7 +54,7 @@ def _is_known(m: Any, name: str) -> bool:
 
 @steps_for("peft.utils.other.AuxiliaryTrainingWrapper", "peft.utils.other.ModulesToSaveWrapper")
 def _saved(m: Any) -> list[Step]:
-    """`modules_to_save`: a copy of a module, which is trained in its place."""
+    """`modules_to_save`: a copy of a module, which is trained instead of the original."""
     if "modules_to_save" not in m._modules:
         return [opaque(m, draws=True)]
     names = m.active_adapters

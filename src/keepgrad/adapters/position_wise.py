@@ -1,9 +1,11 @@
-"""Tier 2: a position-wise MLP in a block that is not known, and modules that the user declares to be position-wise.
+"""Tier 2: a position-wise MLP in an unknown block, and modules that the user declares to be position-wise.
 
-Such a module is a site at its own boundary. What is found by its structure, and what is declared, is proved on a small
-input when `apply` is called: of the parts of an MLP, each must be given just what the one before it made; and for a
-module that is taken as it is, a change of one position may move no other, two runs must agree, and no buffer may
-change.
+Such a module is a site by itself. Some MLPs are known by their class. All other modules are checked when `apply` is
+called, by running them on a small input:
+
+- an MLP found by its structure: the input of each part must be the output of the part before it;
+- a declared module: a change at one position must not change the output at another, two runs must give the same
+  output, and no buffer may change.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ from .registry import Adapter, RunBranch
 __all__ = ["MLPS", "declared_adapter", "position_wise_adapter", "rows_of", "structure"]
 
 MLPS: set[str] = set()
-"""Import paths of MLPs whose stages are in the table, on rows or, if their layers are convolutions, on maps."""
+"""Import paths of MLPs that the table knows. They work on rows or, if their layers are convolutions, on maps."""
 
 SEQUENCES = {"torchvision.ops.misc.MLP"}
-"""MLPs that are a `Sequential`, whose forward they have: known by their own class."""
+"""MLPs that inherit the forward of `Sequential`, so they are looked up by their own class instead."""
 
 SMALLEST = 8
-"""Fewer channels than this are coordinates, not features."""
+"""An MLP whose input has fewer channels than this is left alone: they are coordinates, not features."""
 
 
 class PositionWise(Adapter):
-    """A module that is one branch."""
+    """The adapter for a module that is a single branch."""
 
     tier = 2
     gives_rows = False
@@ -44,7 +46,7 @@ class PositionWise(Adapter):
         self.channels_first = first
 
     def branches(self, m: Any) -> dict[str, Any]:
-        return {"mlp": steps_inside(m)}  # its own hooks run around its forward, which is keepgrad's
+        return {"mlp": steps_inside(m)}  # hooks on m still run: keepgrad replaces only its forward
 
     def forward(self, m: Any, run: RunBranch, x: Tensor, *args: Any, **options: Any) -> Tensor:
         if args or options or not 3 <= x.dim() <= 5:
@@ -57,11 +59,11 @@ class PositionWise(Adapter):
 
 
 class NotRows(Exception):  # noqa: N818
-    """The input of a module has no positions; the module runs by itself."""
+    """Raised in a forward if keepgrad cannot handle this call. The module then runs its own forward."""
 
 
 def rows_of(maps: Tensor) -> Tensor:
-    """Maps `[batch, channels, *shape]` as rows; a view where they are channels-last, as after a block."""
+    """Maps `[batch, channels, *shape]` as rows. No copy if their memory is channels-last, as after a block."""
     return maps.movedim(1, -1).flatten(1, -2)
 
 
@@ -74,7 +76,7 @@ ON_ROWS, ON_MAPS = PositionWise(), PositionWise(first=True)
 
 
 def position_wise_adapter(module: nn.Module) -> Adapter | None:
-    """The adapter for a position-wise MLP that stands by itself; None if the module is none."""
+    """The adapter for a position-wise MLP; None if the module is not one."""
     path = path_of(module)
     if path in MLPS or f"{type(module).__module__}.{type(module).__qualname__}" in SEQUENCES:
         first = next((p for p in module.parameters() if p.dim() > 1), None)
@@ -86,9 +88,10 @@ def position_wise_adapter(module: nn.Module) -> Adapter | None:
 
 
 class Product(NamedTuple):
-    """An activated linear layer times another on the same input, by their names.
+    """The gated part of an MLP, `act(gate(x)) * up(x)`. The fields are the names of the modules.
 
-    Where `up` is empty, `gate` makes both, side by side; `act_first` says whether the first half is the activated one.
+    If `up` is empty, `gate` is one layer that computes both halves; `act_first` says that the activation is applied to
+    the first half.
     """
 
     gate: str
@@ -102,8 +105,10 @@ class Product(NamedTuple):
 
 
 class Structured(PositionWise):
-    """A module whose parts and their order were found by watching it run. `order` has the names of the parts, or is the
-    reason why they could not be found."""
+    """The adapter for an MLP whose parts, and their order, were found by watching it run.
+
+    `order` lists the names of the parts, or is a string that says why they could not be found.
+    """
 
     def __init__(self, order: Sequence[str | Product] | str) -> None:
         super().__init__()
@@ -116,7 +121,10 @@ class Structured(PositionWise):
 
 
 class Gated(nn.Module):
-    """Two halves of the channels, one of them through the activation, multiplied. It owns nothing of the model."""
+    """Applies the activation to one half of the channels and multiplies it by the other half.
+
+    The layers belong to the model: they are kept in a tuple, so they are not registered here as submodules.
+    """
 
     def __init__(self, layers: Sequence[nn.Module], act: nn.Module, act_first: bool) -> None:
         super().__init__()
@@ -139,14 +147,14 @@ LINEAR = {
     "transformers.pytorch_utils.Conv1D": 0,
     "peft.tuners.lora.layer.Linear": 1,
 }
-"""Import paths of linear layers, and which dimension of their weight is that of the input."""
+"""Maps the import path of a linear layer to the dimension of its weight that is the input."""
 
 
 def structure(module: nn.Module) -> Sequence[str | Product] | str | None:
     """The parts of an MLP in order: linear, activation, linear; or gate, up, down; with dropouts anywhere.
 
-    The module runs once on a small input. Each part must be called once, with just what the one before it made.
-    None if the module is something else; the reason, if it cannot be told.
+    The module runs once on a small input. Each part must be called once, with the output of the part before it.
+    Returns None if the module is not such an MLP, or a string with the reason if it could not be run.
     """
     parts = dict(module.named_children())
     layers = [name for name, part in parts.items() if path_of(part) in LINEAR]
@@ -157,7 +165,7 @@ def structure(module: nn.Module) -> Sequence[str | Product] | str | None:
     if list(module.named_parameters(recurse=False)):
         return None
     heard = [part for part in parts.values() if has_hooks(part)]
-    if heard:  # it is not run
+    if heard:  # running the module would call the user's hooks
         return HAS_HOOKS.format(type(heard[0]).__name__)
     first: Any = parts[layers[0]]
     width = first.weight.shape[LINEAR[path_of(first)]]
@@ -175,7 +183,7 @@ def structure(module: nn.Module) -> Sequence[str | Product] | str | None:
 
 
 class _Call(NamedTuple):
-    """A part of a module that ran: what it was given, and what it made."""
+    """One call of a part of a module: its name, its input and its output."""
 
     name: str
     given: Tensor
@@ -189,7 +197,7 @@ class _Watched(NamedTuple):
 
 
 def _watch(module: nn.Module, parts: Mapping[str, nn.Module], width: int) -> _Watched | None:
-    """Run a module on a small input and note the calls of its parts; None if it does not run so."""
+    """Run a module on a small input and record the calls of its parts. Returns None if the run fails."""
     like = next(module.parameters())
     x, calls = _small_input(width, like), list[_Call]()
 
@@ -208,7 +216,7 @@ def _watch(module: nn.Module, parts: Mapping[str, nn.Module], width: int) -> _Wa
 
 
 def _is_chain(calls: Sequence[_Call], start: Tensor, end: Tensor) -> bool:
-    """Whether each call was given just what the one before it made."""
+    """True if the input of each call is the output of the one before it, from `start` to `end`."""
     for call in calls:
         if call.given is not start:
             return False
@@ -217,7 +225,7 @@ def _is_chain(calls: Sequence[_Call], start: Tensor, end: Tensor) -> bool:
 
 
 def _products(layers: list[_Call], act: _Call, x: Tensor) -> Iterator[tuple[Product, Tensor]]:
-    """The products that the calls can be parts of, and their values."""
+    """All gated products that these calls could form, each with its value."""
     first = [layer for layer in layers if layer.given is x]
     for layer in first:
         if layer.made is act.given:
@@ -241,10 +249,10 @@ def _small_input(width: int, like: Tensor) -> Tensor:
 
 
 def declared_adapter(module: nn.Module, declared: Mapping[str, Any]) -> Adapter | None:
-    """The adapter for a module that the user declared, by its class or itself, to be position-wise.
+    """The adapter for a module that the user declared position-wise, itself or by its class; None if not declared.
 
     Raises:
-        ConfigError: if it is not.
+        ConfigError: if the module is not position-wise.
     """
     for kind, given in declared.items():
         several = given if isinstance(given, (list, tuple, set, nn.ModuleList)) else [given]
@@ -257,7 +265,7 @@ def declared_adapter(module: nn.Module, declared: Mapping[str, Any]) -> Adapter 
 
 
 def prove(module: nn.Module) -> None:
-    """Raise ConfigError unless the module is a function of each position alone, without state or chance."""
+    """Raise ConfigError unless the module is position-wise, draws no random numbers and changes no buffer."""
     name = type(module).__name__
     try:
         program = compile_branch(steps_inside(module))
@@ -302,5 +310,5 @@ def prove(module: nn.Module) -> None:
 
 
 def steps_of_mlp(*items: Any) -> list[Step]:
-    """The steps of several modules in a row."""
+    """The steps of several modules that run one after the other."""
     return [step for item in items for step in ([item] if isinstance(item, Step) else steps_of(item))]

@@ -1,7 +1,7 @@
-"""A branch as a program: the stages of a list of modules, and where to read their tensors.
+"""Turns a branch, a list of modules, into a program: the stages to run, and where to read their tensors.
 
-A program is built once; its tensors are read anew in each step, so weights that are replaced, sharded or
-re-parametrised are seen as they are.
+A program is built once, but its tensors are read again in each step. So it always uses the current weights, also after
+they are replaced, sharded or re-parametrised.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["Program", "compile_branch"]
 
 
 class Program:
-    """A branch as stages. `bind` reads its tensors.
+    """The stages of a branch. `bind` reads their tensors.
 
-    `width` is the number of channels of its input, None if no layer tells it.
+    `width` is the number of channels of the input, or None if no layer tells it.
     """
 
     def __init__(self, before: list[Step], attention: _AttentionSteps | None, after: list[Step]) -> None:
@@ -36,7 +36,7 @@ class Program:
         self.chains: dict[Any, Chain] = {}
         hooked = [step.stage.name for step in (*before, *after) if isinstance(step.stage, Hooked)]
         self.hooked = next(iter(hooked), None)
-        """The name of a module with hooks, if it has one."""
+        """The class name of the first module with hooks, or None."""
 
     @property
     def has_attention(self) -> bool:
@@ -44,17 +44,17 @@ class Program:
 
     @property
     def is_one_opaque_stage(self) -> bool:
-        """True if the branch is a single module that is redone as it is."""
+        """True if the branch is a single unknown module, which backward runs again as a whole."""
         return len(self.before) == 1 and isinstance(self.before[0].stage, Opaque) and self.attention is None
 
     @property
     def kinds(self) -> tuple[type, ...]:
-        """The kinds of its stages besides attention."""
+        """The types of the stages, without attention."""
         return tuple(type(step.stage) for step in (*self.before, *self.after))
 
     @property
     def layout(self) -> tuple[int, ...] | None:
-        """The shape of the positions, where the attention has one of its own."""
+        """The shape of the positions, if the attention fixes one (a window, for example)."""
         return None if self.attention is None else self.attention.layout
 
     def bind(
@@ -65,10 +65,10 @@ class Program:
         bias_tensors: Sequence[Tensor] | None = None,
         given: Any = None,
     ) -> Branch:
-        """The branch with its tensors as they are now; the arguments are what this call of attention adds to it.
+        """The branch with the current tensors. The arguments are those of this one call of attention.
 
-        `bias_tensors` take the place of those of the attention's `biases`, where they depend on the size of the map.
-        `given` is for the module itself, where it runs instead (see `Attention.call`).
+        `bias_tensors` replace the tensors of the attention's `biases`, for biases that depend on the size of the map.
+        `given` is not used here: it is for the module itself, when that is called instead (see `Attention.call`).
         """
         before = [step.bind() for step in self.before]
         if self.attention is None:
@@ -79,7 +79,7 @@ class Program:
 
 
 class _AttentionSteps:
-    """The steps of an `Attention`, and a core for every kind of call."""
+    """The steps of an `Attention`, and a `Core` for each kind of call, such as with or without a mask."""
 
     def __init__(self, given: Attention) -> None:
         if given.reason is not None:
@@ -160,10 +160,10 @@ def _norm_part(norm: nn.Module | None) -> list[tuple[Part, Sequence[Ref]]]:
 
 
 def compile_branch(items: Sequence[Any]) -> Program:
-    """The program of a list of modules.
+    """Build the program of a list of modules.
 
     Raises:
-        Unsupported: if one of them is no function of each row alone, or cannot be done again.
+        Unsupported: if one of them mixes positions, or cannot be run again in backward.
     """
     before: list[Step] = []
     after: list[Step] = []
@@ -184,7 +184,7 @@ def compile_branch(items: Sequence[Any]) -> Program:
 
 
 def _flat(items: Sequence[Any]) -> Iterable[Any]:
-    """The items, with what an attention has behind it, and scales laid open."""
+    """The items one by one. The modules in an attention's `out` follow it, and scale modules become `Scale`."""
     for item in items:
         if isinstance(item, Attention):
             yield item
@@ -197,7 +197,10 @@ def _flat(items: Sequence[Any]) -> Iterable[Any]:
 
 
 def _add_scale(steps: list[Step], scale: Scale) -> None:
-    """The scale joins the linear layer before it. Dropout may lie between the two, but both are products."""
+    """Merge the scale into the linear layer before it, if there is one; otherwise add it as a stage.
+
+    Dropout may lie between the two: it also only multiplies, so the order does not matter.
+    """
     if scale.read() is None:
         return
     end = len(steps)

@@ -1,4 +1,4 @@
-"""The registry: which kinds of blocks keepgrad knows."""
+"""The registry: the kinds of blocks that keepgrad knows, and the adapter for each."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["PATCHES", "REGISTRY", "Adapter", "RunBranch", "adapts", "parameters_
 
 
 class RunBranch(Protocol):
-    """Runs the branch `kind` of a block in the engine, or as the list of modules it is.
+    """Runs the branch `kind` of a block: in the engine, or by calling its modules one after the other.
 
-    `x` is rows `[batch, positions, channels]`. `residual` is added to the result. `shape` is that of the map the
-    rows come from, where the block's forward knows it. `options` go to attention; for text, `attn_mask` tells every
-    branch what is padding. `kinds` are the block's branches.
+    `x` has the shape `[batch, positions, channels]`. `residual` is added to the result. `shape` is the shape of the
+    map, such as `(height, width)`, if the block's forward knows it. `options` are passed to attention; for text, every
+    branch reads `attn_mask` to see which positions are padding. `kinds` are the names of the block's branches.
     """
 
     kinds: tuple[str, ...]
@@ -33,43 +33,47 @@ class RunBranch(Protocol):
 
 
 class Adapter:
-    """What keepgrad has to know of one kind of block. Subclasses say which branches it has.
+    """Describes one kind of block to keepgrad. A subclass defines `branches`.
 
-    Where the block is not `x = x + branch(x)` for one branch after the other, they write `forward` too.
+    The default `forward` computes `x = x + branch(x)` for one branch after the other. If the block does something else,
+    the subclass defines `forward` too.
     """
 
     tier = 1
     gives_rows = True
-    """Whether its forward gives `run` what the model itself gives its modules, so that their hooks see the same. Where
-    it makes rows of maps it is False, and a branch with hooks inside is left alone."""
+    """True if `forward` passes to `run` the same tensors that the model passes to its modules, so that hooks on those
+    modules see the usual input. False if `forward` changes their layout first, for example turns maps into rows; a
+    branch with hooks inside is then not reduced."""
     has_frames = False
-    """True if the blocks are for clips, and their forward gives shapes `(frames, height, width)` to `run`."""
+    """True if the blocks work on video clips. `forward` then passes `(frames, height, width)` to `run` as the shape."""
 
     def modules(self, m: Any) -> Sequence[nn.Module]:
-        """The modules that get a forward of keepgrad's: the block, unless its branches are modules of their own."""
+        """The modules whose forward keepgrad replaces. By default the block itself; a subclass may return others."""
         return [m]
 
     def branches(self, m: Any) -> dict[str, Any]:
-        """The branches, "attention", "mlp" or "downsample", each a list of modules, `Scale`, `LinearOf` or `Attention`.
+        """The branches by name: "attention", "mlp" or "downsample".
 
-        A branch that cannot be reduced is the reason instead, a string.
+        Each is a list of modules, `Scale`, `LinearOf` or `Attention`. If a branch cannot be reduced, a string that says
+        why takes the place of the list.
 
         Raises:
-            Unsupported: if the block is not as it should be.
+            Unsupported: if the block is not built as the adapter expects.
         """
         raise NotImplementedError
 
     def forward(self, m: Any, run: RunBranch, *args: Any, **options: Any) -> Any:
-        """The block's forward in training, with its branches given to `run`. `options` go to attention."""
+        """The block's forward in training. It calls `run` for each branch, and passes `options` on to attention."""
         (x,) = args
         for kind in run.kinds:
             x = run(kind, x, x, **(options if kind == "attention" else {}))
         return x
 
     def covers(self, m: Any) -> bool:
-        """Whether every parameter of the block belongs to a branch. If not, the block is not what the adapter is for.
+        """True if every parameter of the block belongs to a branch. If not, the adapter does not fit the block.
 
-        An adapter with a forward of its own may have others, unless it asks for itself.
+        An adapter that defines `forward` may use further parameters there, so for it this is True without a check. It
+        can override this method to check them itself.
         """
         if type(self).forward is not Adapter.forward:
             return True
@@ -90,19 +94,20 @@ def parameters_of(item: Any) -> list[Any]:
 
 
 REGISTRY: dict[str, Adapter] = {}
-"""From the import path of a class to the adapter for it."""
+"""Maps the import path of a block's class to its adapter."""
 
 
 PATCHES: dict[str, Callable[[Any, Any], tuple[int, ...]]] = {}
-"""From the import path of a class that makes patches of images, and is no convolution, to a function of such a module
-and of what it returns: how many patches there are each way.
+"""For modules that cut images into patches and are not convolutions. Maps the import path of the class to a function
+that takes the module and its output, and returns the number of patches along each dimension.
 """
 
 
 def adapts(*paths: str) -> Callable[[type[Adapter]], type[Adapter]]:
     """Register an adapter class for the blocks with these import paths, e.g. "mypackage.models.MyBlock".
 
-    A block belongs to the class that defines its `forward`: a subclass with another forward is another kind of block.
+    A block is looked up by the class that defines its `forward`. So the adapter also serves a subclass that inherits
+    `forward`, but not one that overrides it.
     """
 
     def add(adapter: type[Adapter]) -> type[Adapter]:

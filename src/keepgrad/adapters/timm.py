@@ -1,4 +1,4 @@
-"""timm's families."""
+"""Adapters for timm: ViT and ConvNeXt, and the norms and MLPs that many of its models share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MLPS.update(f"{MLP}{name}" for name in ("Mlp", "GluMlp", "SwiGLU", "ConvMlp"))
 
 @steps_for(f"{NORMS}LayerNorm", f"{NORMS}LayerNorm2d", f"{NORMS}RmsNorm", f"{NORMS}RmsNorm2d")
 def _norm(module: Any) -> list[Step]:
-    """The two-dimensional kinds only differ in where they look for the channels."""
+    """The 2d versions differ only in which dimension holds the channels."""
     if getattr(module, "_fast_norm", False):
         return [rows_of_map(module)]
     return rms_norm(module) if "Rms" in type(module).__name__ else layer_norm(module)
@@ -88,7 +88,7 @@ def _attention(m: Any) -> Attention:
 
 @adapts("timm.models.vision_transformer.Block")
 class VisionTransformerBlock(Adapter):
-    """ViT, DeiT and their kin."""
+    """ViT, DeiT and others with the same block."""
 
     def branches(self, m: Any) -> dict[str, Any]:
         return {
@@ -99,7 +99,7 @@ class VisionTransformerBlock(Adapter):
 
 @adapts("timm.models.convnext.ConvNeXtBlock")
 class ConvNeXtBlock(Adapter):
-    """ConvNeXt and ConvNeXt V2. The depthwise convolution mixes positions and stays with autograd."""
+    """ConvNeXt and ConvNeXt V2. The depthwise convolution mixes positions, so it is left to autograd."""
 
     gives_rows = False
 
@@ -114,7 +114,7 @@ class ConvNeXtBlock(Adapter):
 
 @adapts("timm.models.convnext.ConvNeXtStage")
 class ConvNeXtDownsample(Adapter):
-    """A norm and a convolution over patches that do not overlap: position-wise in the patches."""
+    """A norm and a convolution whose patches do not overlap. If each patch is one position, it is position-wise."""
 
     gives_rows = False
 
@@ -133,7 +133,10 @@ class ConvNeXtDownsample(Adapter):
 
 
 class Patches(nn.Module):
-    """A norm and a convolution, on rows that are patches. It owns nothing of the model it describes."""
+    """A norm and a convolution, applied to rows that are flattened patches.
+
+    Both belong to the model: they are kept in a tuple, so they are not registered here as submodules.
+    """
 
     parts: tuple[Any, Any]
 

@@ -1,4 +1,7 @@
-"""timm's relatives of the ViT: rotary and relative positions, other orders of norms, parallel branches, mixers, SAM."""
+"""Adapters for timm's variants of the ViT.
+
+They have rotary or relative positions, norms after the branches, or parallel branches. MLP-Mixer and SAM are here too.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +26,24 @@ from .timm import VisionTransformerBlock
 
 VIT = "timm.models.vision_transformer."
 
-# Images of a batch may have different grids, which are not known here; their patches are in a row.
+# The images of a batch may have grids of different shapes. If the shape is not known, patches count as one long row.
 PATCHES["timm.models.naflexvit.NaFlexEmbeds"] = lambda m, out: out[1] or (out[0].shape[1] - m.num_prefix_tokens,)
 
 
 def dropout_of(m: Any) -> Callable[[], float]:
-    """How many entries of its matrix an attention drops now."""
+    """A function that returns the current dropout probability of an attention."""
     return lambda: m.attn_drop.p if m.training else 0.0
 
 
 def plain_linear(layer: Any) -> Any:
-    """The layer, whose weight is used by itself. Raises Unsupported if calling it does more than that."""
+    """Returns the layer, whose weight is then used without calling it. Raises Unsupported if a call would do more."""
     if path_of(layer) != "torch.nn.modules.linear.Linear" or "forward" in vars(layer) or has_hooks(layer):
         raise Unsupported(f"{type(layer).__name__} is not a plain linear layer, or has hooks")
     return layer
 
 
 def projections(m: Any) -> list[Any]:
-    """The layers to q, k and v: three, or a joint one, whose biases may stand apart."""
+    """The layers that make q, k and v: three, or a joint one. Its biases may be separate parameters."""
     if m.qkv is None:
         return [m.q_proj, m.k_proj, m.v_proj]
     if getattr(m, "q_bias", None) is None:
@@ -71,7 +74,7 @@ def _rotary(m: Any) -> Attention:
 
 
 def sin_and_cos(rope: Tensor | None, prefix: int = 0) -> tuple[Tensor, Tensor] | None:
-    """timm's sines and cosines side by side, as two tensors. The first `prefix` positions are not turned."""
+    """Splits timm's rotary embedding into sines and cosines. The first `prefix` positions are not rotated."""
     if rope is None:
         return None
     sin, cos = rope.chunk(2, -1)
@@ -82,7 +85,7 @@ def sin_and_cos(rope: Tensor | None, prefix: int = 0) -> tuple[Tensor, Tensor] |
 
 @adapts("timm.models.eva.EvaBlock")
 class EvaBlock(Adapter):
-    """EVA, EVA-02, DINOv3, Perception Encoder, NaFlexVit with rotary positions."""
+    """EVA, EVA-02, DINOv3, Perception Encoder, NaFlexVit with rotary embeddings."""
 
     def branches(self, m: Any) -> dict[str, Any]:
         return {
@@ -105,7 +108,7 @@ class EvaBlock(Adapter):
 
 
 class PostNorm(Adapter):
-    """A block that norms what its branches give."""
+    """A block with a norm after each branch instead of before it."""
 
     def branches(self, m: Any) -> dict[str, Any]:
         return {
@@ -116,7 +119,7 @@ class PostNorm(Adapter):
 
 @adapts("timm.models.eva.EvaBlockPostNorm")
 class EvaBlockPostNorm(PostNorm):
-    """EVA-02 CLIP's largest."""
+    """The largest EVA-02 CLIP model."""
 
     forward = EvaBlock.forward
 
@@ -140,7 +143,9 @@ def _beit(m: Any) -> Attention:
 
 @adapts("timm.models.beit.Block")
 class BeitBlock(Adapter):
-    """BEiT, BEiT v2. A bias that all blocks share is given at the call, and gets its gradient like a mask's."""
+    """BEiT, BEiT v2. If all blocks share a bias, the model passes it in the call. It is handled like a mask, and gets
+    its gradient.
+    """
 
     branches = EvaBlock.branches
 
@@ -167,7 +172,7 @@ def _relative(m: Any) -> Attention:
 def with_shared_positions(
     self: Adapter, m: Any, run: RunBranch, x: Tensor, shared_rel_pos: Tensor | None = None
 ) -> Tensor:
-    """A bias of the block's own takes the place of the shared one."""
+    """A forward with a bias that all blocks share. A block with a bias of its own ignores the shared one."""
     x = run("attention", x, x, attn_mask=shared_rel_pos if m.attn.rel_pos is None else None)
     return run("mlp", x, x)
 
@@ -181,19 +186,19 @@ class RelPosBlock(VisionTransformerBlock):
 
 @adapts("timm.models.vision_transformer_relpos.ResPostRelPosBlock")
 class ResPostRelPosBlock(PostNorm):
-    """The same with norms after the branches."""
+    """ViTs with relative positions and norms after the branches."""
 
     forward = with_shared_positions
 
 
 def channels_of(layer: Any, start: int, stop: int) -> LinearOf:
-    """A linear layer that makes some of the channels of another."""
+    """A linear layer that computes only the output channels `start` to `stop` of another."""
     return LinearOf(lambda: layer.weight[start:stop], lambda: None if layer.bias is None else layer.bias[start:stop])
 
 
 @adapts(f"{VIT}ParallelScalingBlock")
 class ParallelScalingBlock(Adapter):
-    """Attention and MLP side by side, which share their norm and their first layer, and maybe their last."""
+    """Attention and MLP in parallel. They share the norm and the first layer, and in some models the last layer."""
 
     gives_rows = False
 
@@ -236,7 +241,7 @@ class ParallelScalingBlock(Adapter):
 
 
 def by_its_stages(given: Attention) -> Callable[..., Tensor]:
-    """What to call for an attention that is no module of its own."""
+    """A function to call for an attention that is not a module of its own: it runs the stages of its description."""
 
     def call(x: Tensor, **options: Any) -> Tensor:
         try:
@@ -251,7 +256,10 @@ DROPS_TWICE = "differential attention drops entries of its two matrices one afte
 
 
 def differential(m: Any, layer: Any, project: Sequence[LinearOf], out: list[Any]) -> Attention:
-    """The difference of two attentions to the same values: one attention of twice the heads, each value in two."""
+    """Differential attention: the difference of two attentions that share their values.
+
+    It is described as one attention with twice the heads, in which each head of v occurs twice.
+    """
     query, key, value = project
 
     def twice(rows: Tensor | None) -> Any:
@@ -268,7 +276,7 @@ def differential(m: Any, layer: Any, project: Sequence[LinearOf], out: list[Any]
 
 
 def difference(m: Any) -> Step:
-    """The outputs of each two heads, the second subtracted from the first and the result normed."""
+    """For each pair of heads, subtracts a multiple of the second output from the first, and normalizes the result."""
     ((norm, refs),) = steps_of(m.sub_norm)
     if not isinstance(norm, Pointwise):
         raise Unsupported(f"{type(m.sub_norm).__name__} is not known")
@@ -282,7 +290,7 @@ def difference(m: Any) -> Step:
 
 @adapts(f"{VIT}DiffParallelScalingBlock")
 class DiffParallelScalingBlock(ParallelScalingBlock):
-    """The same with differential attention."""
+    """A `ParallelScalingBlock` with differential attention."""
 
     def attend(self, m: Any, layer: Any, project: list[LinearOf], out: list[Any]) -> Attention:
         if m.attn_drop_p > 0:
@@ -302,7 +310,7 @@ def _differential(m: Any) -> Attention:
 
 @adapts(f"{VIT}ParallelThingsBlock")
 class ParallelThingsBlock(Adapter):
-    """Several attentions side by side, then several MLPs; each is a sequence that the block calls and adds up."""
+    """Several attentions in parallel, then several MLPs. Each is a `Sequential`; the block adds up their outputs."""
 
     def modules(self, m: Any) -> Sequence[nn.Module]:
         return [*m.attns, *m.ffns]
@@ -340,7 +348,7 @@ class CaitClassBlock(Adapter):
 
 @adapts("timm.models.mlp_mixer.MixerBlock")
 class MixerBlock(Adapter):
-    """MLP-Mixer. The MLP over positions stays with autograd."""
+    """MLP-Mixer. The MLP that mixes positions is left to autograd."""
 
     def branches(self, m: Any) -> dict[str, Any]:
         return {"mlp": [m.norm2, m.mlp_channels, m.drop_path]}
@@ -352,7 +360,7 @@ class MixerBlock(Adapter):
 
 @adapts("timm.models.mlp_mixer.ResBlock")
 class ResMlpBlock(Adapter):
-    """ResMLP. The layer over positions stays with autograd."""
+    """ResMLP. The layer that mixes positions is left to autograd."""
 
     def branches(self, m: Any) -> dict[str, Any]:
         return {"mlp": [m.norm2, m.mlp_channels, Scale(lambda: m.ls2), m.drop_path]}
@@ -399,7 +407,10 @@ class SamAttention(Adapter):
 
 
 class Table(NamedTuple):
-    """A table of distances along a side of a map, for a side of `(len + 1) / 2`. For another it is stretched."""
+    """One row of `entries` for each distance along a side of a map.
+
+    A table of length `len` fits a side of `(len + 1) / 2` positions. For any other side it is interpolated.
+    """
 
     entries: Tensor
 
@@ -408,19 +419,19 @@ class Table(NamedTuple):
         return (self.entries.shape[0] + 1) // 2
 
     def read(self, side: int | None = None) -> Tensor:
-        """The entries for each two places along a side, `[side, side, channels]`."""
+        """The entry for each pair of places along a side, `[side, side, channels]`."""
         from timm.models.vision_transformer_sam import get_rel_pos
 
         return get_rel_pos(side or self.side, side or self.side, self.entries)
 
 
 def tables_of(m: Any) -> list[Table]:
-    """The tables for the distances down and across."""
+    """The tables for vertical and horizontal distances; empty if the attention has none."""
     return [Table(m.rel_pos_h), Table(m.rel_pos_w)] if m.use_rel_pos else []
 
 
 def rows_and_columns(q: Tensor, q_at: Places, k_at: Places, tall: Tensor, wide: Tensor) -> Tensor:
-    """A bias for the distance down and one for that across, each the product of q with an entry of its table."""
+    """The sum of a bias for the vertical and one for the horizontal distance, each q times an entry of its table."""
     width = wide.shape[0]
     every = torch.arange(tall.shape[0] * width, device=q.device)
     here, there = (every if places.positions is None else places.positions for places in (q_at, k_at))
@@ -433,7 +444,7 @@ def rows_and_columns(q: Tensor, q_at: Places, k_at: Places, tall: Tensor, wide: 
 
 @adapts("timm.models.vision_transformer_sam.Block")
 class SamBlock(Adapter):
-    """SAM. Its attention, a module of its own, is called on the windows."""
+    """SAM. Its attention counts as a block of its own; this block calls it on the windows."""
 
     gives_rows = False
 

@@ -1,7 +1,7 @@
-"""timm's families with attention in windows: Swin and Swin V2.
+"""Adapters for timm's models with attention in windows: Swin and Swin V2.
 
-The attention module is a block of its own, on rows `[batch * windows, positions, channels]`. The block around it cuts
-the map into windows with its own code, and its MLP is a branch.
+The attention module counts as a block of its own. Its input is `[batch * windows, positions, channels]`. The Swin block
+around it cuts the map into windows with timm's code, and has one branch, the MLP.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ SWIN, SWIN_V2 = "timm.models.swin_transformer.", "timm.models.swin_transformer_v
 
 
 def probe(m: Any, *names: str) -> None:
-    """Raise AttributeError unless the block has what the forward of its adapter uses."""
+    """Raise AttributeError unless the block has these attributes, which the forward of its adapter uses."""
     for name in names:
         getattr(m, name)
 
 
 class WindowAttention(Adapter):
-    """Attention among the positions of each window. Subclasses say how it is built.
+    """Attention among the positions of each window. Subclasses define the branch.
 
-    Masks `[windows, n, n]`, of one image, are repeated for each image by the engine.
+    A mask has the shape `[windows, n, n]`, for the windows of one image. The engine repeats it for each image.
     """
 
     def forward(self, m: Any, run: RunBranch, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -56,7 +56,7 @@ class SwinAttention(WindowAttention):
 
 @adapts(f"{SWIN_V2}WindowAttention")
 class SwinV2Attention(WindowAttention):
-    """Scores are cosines times a learned scale, and the bias is a small network of the distance."""
+    """Scores are cosines times a learned scale. A small network computes the bias from the relative position."""
 
     def branches(self, m: Any) -> dict[str, Any]:
         if m.qkv_bias_separate:
@@ -83,7 +83,7 @@ class SwinV2Attention(WindowAttention):
 
 
 def cosine(m: Any) -> dict[str, Any]:
-    """The scores of Swin V2: cosines times `m.logit_scale`, `[heads, 1, 1]`, a logarithm of at most log 100."""
+    """The scores of Swin V2: cosines times a scale. `m.logit_scale`, `[heads, 1, 1]`, is its log, at most log 100."""
 
     def q_part(q: Tensor, places: Places, scale: Tensor) -> Tensor:
         return (_unit(q) * places.pick_heads(scale, 0)).to(q.dtype)
@@ -99,10 +99,10 @@ def cosine(m: Any) -> dict[str, Any]:
 
 
 def _unit(rows: Tensor) -> Tensor:
-    """Rows of length 1. A row of zeros, of the padding, has no gradient.
+    """Rows scaled to length 1. A row of zeros, as in padding, gets no gradient.
 
-    torch gives it one of 1e12 times what comes in. In the model nothing comes in there; in a slot that stands for the
-    padding and for other positions, something does.
+    torch would multiply the incoming gradient of such a row by 1e12. In the model that gradient is zero; but a slot can
+    stand for padding together with other positions, and then it is not.
     """
     return F.normalize(torch.where((rows != 0).any(-1, keepdim=True), rows, rows.detach()), dim=-1)
 

@@ -1,4 +1,4 @@
-"""torch's own transformer layers."""
+"""Adapters for torch's own transformer layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Arranged", "after_attention"]
 
 @describes("torch.nn.modules.activation.MultiheadAttention")
 def _multihead_attention(m: Any) -> Attention:
-    """One that attends to its own input."""
+    """Self-attention: q, k and v are computed from the same input."""
     if m.bias_k is not None or m.add_zero_attn or not m._qkv_same_embed_dim:
         raise Unsupported("MultiheadAttention has keys of its own (add_bias_kv, add_zero_attn), or kdim or vdim")
 
@@ -39,23 +39,24 @@ def _multihead_attention(m: Any) -> Attention:
         project=[LinearOf(lambda: m.in_proj_weight, lambda: m.in_proj_bias)],
         heads=m.num_heads,
         dropout=lambda: m.dropout if m.training else 0.0,
-        # The module reads the weight of this layer and does not call it.
+        # The module reads the weight of this layer but does not call the layer.
         out=[LinearOf(lambda: m.out_proj.weight, lambda: m.out_proj.bias)],
         call=call,
     )
 
 
 def after_attention(m: nn.MultiheadAttention, dropout: nn.Module) -> Arranged:
-    """The dropout that follows an `nn.MultiheadAttention`."""
+    """The dropout after an `nn.MultiheadAttention`, arranged so that it draws the same noise as in the model."""
     if m.batch_first:
         return Arranged(dropout, positions_first_in_memory, lambda x: x)
     return Arranged(dropout, positions_first, positions_first)
 
 
 class Arranged(nn.Module):
-    """A dropout in a model that has its values in another order than rows: the noise is drawn in the model's order.
+    """A dropout of a model that orders its values differently from rows. The noise is drawn in the model's order.
 
-    `there` brings rows into that order, `back` does the opposite. It owns nothing of the model it describes.
+    `there` brings rows into the model's order, `back` does the opposite. The dropout belongs to the model: it is kept
+    in a tuple, so it is not registered here as a submodule.
     """
 
     def __init__(self, dropout: Any, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> None:
@@ -79,12 +80,12 @@ def positions_first(x: Tensor) -> Tensor:
 
 
 def positions_first_in_memory(x: Tensor) -> Tensor:
-    """Rows that lie in memory as `[n, batch, channels]`, as `nn.MultiheadAttention` returns them."""
+    """The same rows, stored in memory as `[n, batch, channels]`, as `nn.MultiheadAttention` returns them."""
     return positions_first(x).transpose(0, 1)
 
 
 class Function(nn.Module):
-    """An activation that is given as a function."""
+    """Makes a module of an activation function."""
 
     def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -96,7 +97,10 @@ class Function(nn.Module):
 
 @adapts("torch.nn.modules.transformer.TransformerEncoderLayer")
 class EncoderLayer(Adapter):
-    """Norms come first, or after each residual sum. There they are on the trunk and stay with autograd."""
+    """Its norms come before the branches, or after each residual sum.
+
+    A norm after the sum is not part of a branch, so it is left to autograd.
+    """
 
     gives_rows = False  # positions may come first
 
@@ -139,7 +143,7 @@ class EncoderLayer(Adapter):
 
 
 def _added(x: Tensor, mask: Tensor | None, padding: Tensor | None, heads: int) -> Tensor | None:
-    """What the masks of a layer add to the scores, broadcast to `[batch, heads, n, n]`."""
+    """The masks of a layer as one tensor to add to the scores. It broadcasts to `[batch, heads, n, n]`."""
     found = None
     if mask is not None:
         found = _as_numbers(mask if mask.dim() == 2 else mask.unflatten(0, (-1, heads)), x.dtype)
@@ -150,5 +154,8 @@ def _added(x: Tensor, mask: Tensor | None, padding: Tensor | None, heads: int) -
 
 
 def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask that is true where nothing may be seen, as what is added to the scores."""
+    """Turn a boolean mask into one to add to the scores: -inf where it is True, 0 elsewhere.
+
+    A mask of numbers is returned as it is.
+    """
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf) if mask.dtype == torch.bool else mask

@@ -1,4 +1,4 @@
-"""torchvision's families."""
+"""Adapters for torchvision's models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class VisionTransformerBlock(Adapter):
 
 @adapts(f"{MODELS}convnext.CNBlock")
 class ConvNeXtBlock(Adapter):
-    """The depthwise convolution mixes positions and stays with autograd."""
+    """The depthwise convolution mixes positions, so it is left to autograd."""
 
     gives_rows = False
 
@@ -48,9 +48,9 @@ class ConvNeXtBlock(Adapter):
 
 @adapts(f"{MODELS}swin_transformer.ShiftedWindowAttention")
 class SwinAttention(Adapter):
-    """The module cuts its map into windows itself: the branch is what happens in the windows.
+    """The module cuts its map into windows itself. The branch is the attention inside the windows.
 
-    Its layers are not called, only their weights are read.
+    The module does not call its linear layers, it only reads their weights.
     """
 
     gives_rows = False
@@ -71,7 +71,7 @@ class SwinAttention(Adapter):
         return m.qkv.bias
 
     def scores(self, m: Any) -> dict[str, Any]:
-        """What is special about the scores."""
+        """The fields of `Attention` that describe how the scores are computed."""
         return {"bias": m.get_relative_position_bias}
 
     def window(self, m: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class SwinAttention(Adapter):
         return tuple(m.window_size)
 
     def options(self, m: Any, size: tuple[int, ...]) -> dict[str, Any]:
-        """What the attention is told besides its mask."""
+        """Further arguments for `run`, besides the mask."""
         return {}
 
     def forward(self, m: Any, run: RunBranch, x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class SwinAttention(Adapter):
 
 
 def _windows(x: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Maps `[batch, *sides, channels]` as `[batch, *windows each way, *size, channels]`."""
+    """Cut maps `[batch, *sides, channels]` into windows: `[batch, *number of windows per side, *size, channels]`."""
     for dim, side in reversed(list(enumerate(size, 1))):
         x = x.unflatten(dim, (-1, side))
     count = 2 * len(size)
@@ -111,14 +111,14 @@ def _windows(x: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def _joined(windows: Tensor) -> Tensor:
-    """What `_windows` made of maps, in the order of the maps."""
+    """The inverse of `_windows`: puts the values back into the order of the map."""
     ways = (windows.dim() - 2) // 2
     pairs = [dim for way in range(1, ways + 1) for dim in (way, way + ways)]
     return windows.permute(0, *pairs, -1).contiguous()
 
 
 def _shift_mask(x: Tensor, size: tuple[int, ...], shift: list[int]) -> Tensor:
-    """What is added to the scores of positions that are neighbours by the shift alone, `[windows, 1, n, n]`."""
+    """A mask `[windows, 1, n, n]` to add to the scores. It separates positions that only the shift made neighbours."""
     regions = torch.zeros((), device=x.device)
     for side, window, by in zip(x.shape[1:-1], size, shift, strict=True):
         region = torch.zeros(side, device=x.device)
@@ -190,7 +190,7 @@ def _relative_attention(m: Any) -> Attention:
 
 @adapts(f"{MODELS}maxvit.PartitionAttentionLayer")
 class MaxVitLayer(Adapter):
-    """Attention in windows, or among the positions of a grid; the model's own modules do the partition."""
+    """Attention in windows, or among the positions of a grid. The model's own modules do the partition."""
 
     gives_rows = False
 
@@ -198,7 +198,7 @@ class MaxVitLayer(Adapter):
         probe(m, "partition_op", "partition_swap", "departition_swap", "departition_op", "grid_size", "p")
         norm, inner, dropout = m.attn_layer
         *layers, last = m.mlp_layer
-        if m.partition_type == "grid":  # the rows of the MLP are swapped
+        if m.partition_type == "grid":  # the MLP gets its rows in another order
             area = m.p**2
             last = Arranged(last, lambda x: x.unflatten(1, (-1, area)).transpose(1, 2).contiguous(), _swapped)
         return {
@@ -219,5 +219,5 @@ class MaxVitLayer(Adapter):
 
 
 def _swapped(x: Tensor) -> Tensor:
-    """`[batch, places in a cell, cells, channels]` as rows, cell by cell."""
+    """Reorder `[batch, places in a cell, cells, channels]` into rows, one cell after the other."""
     return x.transpose(1, 2).flatten(1, 2)

@@ -1,11 +1,12 @@
 """Hugging Face transformers: its encoders of images and of text, from 4.50 on.
 
-Layers have had the same names through the versions, their parts have not: `query` in `attention.attention` became
-`q_proj` in `attention`, `intermediate` and `output` became `mlp`. So parts are looked for by all their names. A layer
-that takes `output_attentions` returns a tuple, one that does not returns a tensor.
+The layers have kept their class names over the versions, but their parts have been renamed: `query` in
+`attention.attention` became `q_proj` in `attention`, and `intermediate` and `output` became `mlp`. So each part is
+looked up by all of its names. A layer that takes `output_attentions` returns a tuple, any other returns a tensor.
 
-Attention is the same function for "eager", "sdpa" and "flash_attention". A call that asks for more than the output, or
-gives a layer what is not known here, runs the layer's own code.
+"eager", "sdpa" and "flash_attention" all compute the same attention, so one description serves them. If a call asks for
+more than the output (attention weights, for example), or passes an argument that is not known here, the layer runs its
+own code.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from .registry import Adapter, RunBranch, adapts, parameters_of
 
 
 def classes(models: Mapping[str, str], *ends: str) -> list[str]:
-    """The import paths of classes, from the folders of models and what the names of their classes begin with."""
+    """The import paths of classes. `models` maps a model's folder to the start of its class names, `ends` complete it.
+
+    For example, `classes({"vit": "ViT"}, "Layer")` is `["transformers.models.vit.modeling_vit.ViTLayer"]`.
+    """
     paths = []
     for folder, start in models.items():
         folder, _, file = folder.partition("/")
@@ -69,7 +73,7 @@ STEPS.update(dict.fromkeys(classes(CONVNEXT, "LayerNorm"), layer_norm))
 
 
 def one_of(m: Any, *names: str) -> Any:
-    """The attribute that the module has, of several that it may have."""
+    """The first of these attributes that the module has."""
     for name in names:
         if hasattr(m, name):
             return getattr(m, name)
@@ -104,7 +108,7 @@ def _mlp(m: Any) -> list[Step]:
 
 
 def mlp(m: Any) -> list[Any]:
-    """The MLP of a layer, or the two modules that were it in version 4, without the residual."""
+    """The MLP of a layer, without the residual. In version 4 it was two modules, `intermediate` and `output`."""
     if hasattr(m, "mlp"):
         return [m.mlp]
     first, second = m.intermediate, m.output
@@ -114,16 +118,16 @@ def mlp(m: Any) -> list[Any]:
 
 
 def inner_of(m: Any) -> Any:
-    """The module that has q, k and v: the attention, or in version 4 a part of it."""
+    """The module that makes q, k and v: the attention itself, or in version 4 a module inside it."""
     return m.attention if hasattr(m, "attention") else getattr(m, "self", m)
 
 
 def attention(layer: nn.Module, m: Any, **more: Any) -> Attention:
-    """The attention `m` of a layer."""
+    """Describes `m`, the attention module of a layer. `more` are further fields of `Attention`."""
     inner = inner_of(m)
     check_own(layer, *([m] if inner is m else [m, inner, m.output]), called=m)
     drop = one_of(inner, "attention_dropout", "dropout_prob", "dropout", "attn_drop")
-    if isinstance(drop, nn.Dropout) and "Sdpa" in type(inner).__name__:  # where that module is not called
+    if isinstance(drop, nn.Dropout) and "Sdpa" in type(inner).__name__:  # sdpa does not call the dropout module
         drop = inner.config.attention_probs_dropout_prob
     names = (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))
     project = [inner.qkv] if hasattr(inner, "qkv") else [one_of(inner, *some) for some in names]
@@ -144,14 +148,14 @@ def attention(layer: nn.Module, m: Any, **more: Any) -> Attention:
 
 
 def first_of(out: Any) -> Tensor:
-    """What a module makes, without what it returns besides."""
+    """The output of a module that may return a tuple: its first element."""
     return out[0] if isinstance(out, tuple) else out
 
 
 def check_own(layer: nn.Module, *parts: nn.Module, called: nn.Module | None = None) -> None:
-    """Raise Unsupported for parts of a layer that are not those of its library, or do more than their class does.
+    """Raise Unsupported if a part of a layer has hooks, a replaced forward, or a class from another file.
 
-    One that is called itself where nothing is reduced may have hooks.
+    The part `called` may have hooks: it is the one that is called when nothing is reduced.
     """
     for part in parts:
         if (part is not called and has_hooks(part)) or not is_own(vars(part).get("forward")):
@@ -161,25 +165,25 @@ def check_own(layer: nn.Module, *parts: nn.Module, called: nn.Module | None = No
 
 
 def file_of(module: nn.Module) -> str:
-    """The import path of the file that has a module's forward."""
+    """The import path of the file that defines a module's forward."""
     return path_of(module).rpartition(".")[0]
 
 
 def is_own(forward: Any) -> bool:
-    """Whether an attribute `forward` of a module does what the forward of its class does."""
+    """True if a module's attribute `forward`, or None for no such attribute, does the same as the class's forward."""
     if getattr(forward, "is_of_keepgrad", False):
         forward = forward.previous
-    # transformers before 5.2 leaves a method of the class there, after it has recorded.
+    # To record outputs, transformers before 5.2 sets this attribute; afterwards it leaves the class's method there.
     return forward is None or isinstance(forward, MethodType) or is_recorder(forward)
 
 
 def is_recorder(forward: Any) -> bool:
-    """Whether a forward was put on a module by transformers (before 5.2), to record its output in one call."""
+    """True if transformers (before 5.2) set this forward on a module, to record its output in one call."""
     return getattr(forward, "__globals__", {}).get("__name__") == "transformers.utils.generic"
 
 
 def is_recorded(*parts: nn.Module) -> bool:
-    """Whether the model was asked for what these attentions make besides their output."""
+    """True if the current call of the model asks for the attention weights of these modules."""
     if any(is_recorder(vars(part).get("forward")) for part in parts):
         return True
     capturing = sys.modules.get("transformers.utils.output_capturing")
@@ -189,7 +193,7 @@ def is_recorded(*parts: nn.Module) -> bool:
 
 
 PARAMETERS: dict[type, tuple[str, ...]] = {}
-"""The names of the arguments of a class's forward."""
+"""A cache: the names of the arguments of each class's forward."""
 
 
 def arguments(m: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,11 +209,11 @@ def names_of(m: nn.Module) -> tuple[str, ...]:
 
 IMPLEMENTATIONS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3")
 WITHOUT_EFFECT = ("output_hidden_states", "return_dict", "use_cache", "num_items_in_batch", "return_loss")
-"""Arguments that models hand down to their layers, which do nothing with them."""
+"""Arguments that models pass on to their layers, but that the layers do not use."""
 
 
 def check_call(m: Any, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise NotRows if a call of an attention means something that is not known here."""
+    """Raise NotRows if a call of an attention uses arguments, or an implementation, that are not known here."""
     inner = inner_of(m)
     asked = [name for name, value in given.items() if value is not None and value is not False]
     if any(name not in known and name not in WITHOUT_EFFECT for name in asked) or is_recorded(m, inner):
@@ -219,12 +223,12 @@ def check_call(m: Any, given: Mapping[str, Any], known: Iterable[str]) -> None:
 
 
 class Layer(Adapter):
-    """A layer; subclasses say how it runs. `known` are the names of arguments that are understood."""
+    """A layer of transformers. Subclasses define `layer`, its forward. `known` lists the arguments they understand."""
 
     known: tuple[str, ...] = ()
 
     def forward(self, m: Any, run: RunBranch, *args: Any, **kwargs: Any) -> Any:
-        # Since 5.23 checkpointing lies in the forward of the class, in whose place this one is.
+        # Since 5.23 the forward of the class does the checkpointing. This forward replaces it, so it has to do it too.
         if (
             m.training
             and getattr(m, "gradient_checkpointing", False)
@@ -239,7 +243,7 @@ class Layer(Adapter):
 
 @adapts(*classes({**VIT, **CHINESE_CLIP}, "Layer"), *classes(SIGLIP, "EncoderLayer"))
 class EncoderLayer(Layer):
-    """Attention and an MLP, each with its norm before it."""
+    """Attention and an MLP, each with a norm before it."""
 
     known: tuple[str, ...] = ("attention_mask", "causal_attention_mask")
 
@@ -257,7 +261,7 @@ class EncoderLayer(Layer):
         return attention(m, one_of(m, "attention", "self_attn"))
 
     def behind(self, m: Any, number: int) -> list[Any]:
-        """What follows the attention (1) or the MLP (2) before the residual is added."""
+        """The items after the attention (number 1) or the MLP (number 2), before the residual is added."""
         found = [getattr(m, name) for name in ("dropout", f"layer_scale{number}") if hasattr(m, name)]
         scale = f"lambda_{number}"
         if isinstance(getattr(m, scale, None), Tensor):
@@ -265,7 +269,7 @@ class EncoderLayer(Layer):
         return [*found, m.drop_path] if hasattr(m, "drop_path") else found
 
     def covers(self, m: Any) -> bool:
-        """Whether every parameter and every dropout of the layer is known: a later version may add some."""
+        """True if every parameter and every dropout of the layer is known. A later version may add some."""
         biases = [part for name, part in m.named_modules() if name.endswith("position_bias")]
         inside = {id(p) for part in biases for p in part.parameters()}
         for item in (item for items in self.branches(m).values() for item in items):
@@ -291,13 +295,13 @@ class EncoderLayer(Layer):
         return (x,) if "output_attentions" in names_of(m) else x
 
     def options(self, m: Any, attn: Any, x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
-        """What a call of the layer means for its attention, in the words of `Program.bind`."""
+        """Turn the arguments of a call of the layer into those of `Program.bind`."""
         masks = [given.get("attention_mask"), given.get("causal_attention_mask")]
         return {"attn_mask": added(masks), "given": given}
 
 
 def added(masks: Iterable[Any]) -> Tensor | None:
-    """The sum of masks and biases of the scores `[batch, heads, n, n]`, of those that are there."""
+    """The sum of the masks and biases that are not None, each `[batch, heads, n, n]`; None if all are None."""
     there = [mask for mask in masks if mask is not None]
     if any(not isinstance(mask, Tensor) or mask.dim() != 4 for mask in there):
         raise NotRows
@@ -306,7 +310,7 @@ def added(masks: Iterable[Any]) -> Tensor | None:
 
 @adapts(*classes(CLIP, "EncoderLayer"))
 class ClipLayer(EncoderLayer):
-    """Of images, or of text: that is causal, and says so by a mask or by a flag."""
+    """CLIP's layer, for images or text. Text is causal, which a call says with a mask or with `is_causal`."""
 
     known = (*EncoderLayer.known, "is_causal")
 
@@ -318,7 +322,7 @@ class ClipLayer(EncoderLayer):
 
 @adapts(*classes(BEIT, "Layer"))
 class BeitLayer(EncoderLayer):
-    """With a learned bias for each distance, of the layer or of the model."""
+    """BEiT's layer, with a learned bias for each relative position, owned by the layer or shared by the model."""
 
     known = ("attention_mask", "relative_position_bias", "interpolate_pos_encoding", "resolution")
 
@@ -338,13 +342,13 @@ class BeitLayer(EncoderLayer):
 
 
 def one_mask(given: Mapping[str, Any]) -> Any:
-    """The mask of a call, which in version 4 was called by what the model puts there."""
+    """The mask of a call. In version 4 this argument was named `relative_position_bias`."""
     return given.get("attention_mask", given.get("relative_position_bias"))
 
 
 @adapts(*classes(DINOV3, "Layer"))
 class Dinov3Layer(EncoderLayer):
-    """With rotary positions of the patches; the tokens before them are not turned."""
+    """DINOv3's layer, with rotary embeddings for the patches. The tokens before them are not rotated."""
 
     known = ("attention_mask", "position_embeddings")
 
@@ -358,7 +362,7 @@ class Dinov3Layer(EncoderLayer):
 class WindowAttention(Adapter):
     """Attention among the positions of each window, on rows `[batch * windows, positions, channels]`.
 
-    Masks `[windows, n, n]`, of one image, are repeated for each image by the engine.
+    A mask has the shape `[windows, n, n]`, for the windows of one image. The engine repeats it for each image.
     """
 
     def branches(self, m: Any) -> dict[str, Any]:
@@ -382,7 +386,7 @@ class WindowAttention(Adapter):
 
 @adapts(*classes(SWIN, "Layer"))
 class WindowLayer(Layer):
-    """The map is cut into windows with the library's own functions; the attention in them is a block of its own."""
+    """Swin's layer. The library's own functions cut the map into windows; the attention in them is another block."""
 
     def branches(self, m: Any) -> dict[str, Any]:
         return {"mlp": [m.layernorm_after, *mlp(m), *([m.dropout] if hasattr(m, "dropout") else [])]}
@@ -420,7 +424,7 @@ def _response_norm(m: Any) -> list[Step]:
 
 @adapts(*classes(CONVNEXT, "Layer"))
 class ConvNextLayer(Adapter):
-    """The depthwise convolution mixes positions and stays with autograd."""
+    """The depthwise convolution mixes positions, so it is left to autograd."""
 
     gives_rows = False
 

@@ -1,15 +1,16 @@
 """Hugging Face transformers: its language models (decoders).
 
-One adapter serves the layers that are built like Llama's: a norm and attention with rotary positions, a norm and a
-gated MLP, and where the model has them norms before the sums too (Gemma 3). Its attribute names are looked for, and a
-layer that has others, or more, is refused. GPT-2 is of the older kind.
+One adapter serves the layers that are built like Llama's: a norm and attention with rotary embeddings, then a norm and
+a gated MLP. Some models (Gemma 3) also have a norm after each of the two, before the residual is added. The parts are
+looked up by Llama's attribute names; a layer with other or further parameters is not reduced. GPT-2 has an older layout
+and an adapter of its own.
 
-What a layer is told about its positions comes as a mask of the scores `[batch, 1, n, n]`, in which causality, a sliding
-window, padding and packed sequences are all written out, or as no mask and a flag. What comes in another form (the
-padding masks and packed sequences of flash attention) is left to the layer's own code.
+Which positions may see which others is given to a layer in one of two ways: as a mask `[batch, 1, n, n]` of the scores,
+which covers causality, a sliding window, padding and packed sequences; or as no mask and a flag for causality. Flash
+attention is given padding, packed sequences and sliding windows in other forms. The layer then runs its own code.
 
-A cache of keys and values that is empty stays empty in training, as under transformers' own checkpointing; one that
-holds something is read by the layer's own code.
+A cache of keys and values that is empty stays empty in training, as with transformers' own checkpointing. If it holds
+something, the layer runs its own code.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _gelu(m: Any) -> list[Step]:
 
 
 def attention(layer: nn.Module, m: Any) -> Attention:
-    """The attention of a layer like Llama's."""
+    """Describes the attention of a layer that is built like Llama's."""
     check_own(layer, m, called=m)
     capped = getattr(m, "attn_logit_softcapping", None) is not None
     return Attention(
@@ -78,17 +79,17 @@ def attention(layer: nn.Module, m: Any) -> Attention:
 
 
 def call_of(m: nn.Module) -> Any:
-    """Calls an attention as its layer would, where nothing is reduced."""
+    """A function that calls an attention as its layer would. It is used when nothing is reduced."""
     return lambda x, given, **options: first_of(m(x, **given))
 
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""What the cache of keys and values has been called."""
+"""The names that the argument for the cache of keys and values has had."""
 
 
 @adapts(*classes(DECODERS, "DecoderLayer"))
 class DecoderLayer(EncoderLayer):
-    """A layer like Llama's: attention and an MLP, each with its norm before it and, in Gemma 3, another after it."""
+    """A layer like Llama's: attention and an MLP, each with a norm before it and, in Gemma 3, another after it."""
 
     known = ("attention_mask", "position_ids", "cache_position", "position_embeddings", "is_causal")
 
@@ -105,7 +106,7 @@ class DecoderLayer(EncoderLayer):
         return m.self_attn
 
     def covers(self, m: Any) -> bool:
-        """Whether every parameter of the layer is known, and every dropout: a later version may add some."""
+        """True if every parameter and every dropout of the layer is known. A later version may add some."""
         items: list[Any] = [item for items in self.branches(m).values() for item in items]
         inner = next(item for item in items if isinstance(item, Attention))
         items += [*inner.project, *inner.out, *(norm for norm in (inner.q_norm, inner.k_norm) if norm is not None)]
@@ -142,7 +143,7 @@ def without_cache(m: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call without the cache of keys and values, which stays empty.
 
     Raises:
-        NotRows: if there is something in it, which the layer's own code has to read.
+        NotRows: if the cache holds something. The layer's own code has to read it.
     """
     caches = [given[name] for name in CACHES if given.get(name) is not None]
     if not caches:
@@ -158,7 +159,7 @@ def without_cache(m: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_flash(m: nn.Module, attn: Any, given: Mapping[str, Any]) -> None:
-    """Raise NotRows for what flash attention is told by other means than a mask of the scores."""
+    """Raise NotRows if flash attention is given padding, packed sequences or a sliding window."""
     positions = given.get("position_ids")
     packed = isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
     if given.get("attention_mask") is None and getattr(attn, "sliding_window", None) is None and not packed:
@@ -173,7 +174,7 @@ def check_flash(m: nn.Module, attn: Any, given: Mapping[str, Any]) -> None:
 
 @adapts(*classes({"gpt2": "GPT2"}, "Block"))
 class Gpt2Block(DecoderLayer):
-    """Learned positions, layer norms, joint q, k and v, and linear layers that are `Conv1D`."""
+    """GPT-2: learned positions, layer norms, one layer for q, k and v, and linear layers of the class `Conv1D`."""
 
     def attention_of(self, m: Any) -> Any:
         return m.attn

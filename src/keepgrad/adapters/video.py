@@ -1,8 +1,9 @@
-"""Families for clips whose layers are not those of images: torchvision's Swin3D and MViT, transformers' V-JEPA 2 and
+"""Adapters for video models with layers of their own: torchvision's Swin3D and MViT, transformers' V-JEPA 2 and
 TimeSformer.
 
-transformers' VideoMAE and ViViT are layers of a ViT (`transformers.py`), the blocks of Swin3D those of Swin
-(`torchvision.py`). Positions are `(frames, height, width)`.
+Other video layers are the same as those for images: transformers' VideoMAE and ViViT use ViT layers
+(`transformers.py`), and the blocks of Swin3D are those of Swin (`torchvision.py`). The shape of the positions is
+`(frames, height, width)`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .transformers import TIMESFORMER, VJEPA2, EncoderLayer, arguments, attentio
 
 @adapts(f"{MODELS}video.swin_transformer.ShiftedWindowAttention3d")
 class Swin3dAttention(SwinAttention):
-    """A window is never larger than the map, and the bias is that of the window."""
+    """A window is never larger than the map. The bias depends on the actual size of the window."""
 
     has_frames = True
 
@@ -40,8 +41,10 @@ class Swin3dAttention(SwinAttention):
 
 @adapts(f"{MODELS}video.mvit.MultiscaleBlock")
 class MultiscaleBlock(Adapter):
-    """MViT's attention pools its positions between its projections, so the softmax, the pooling and the layer after it
-    stay with autograd. The norm and the projection to q, k and v before it are one branch, the MLP the other.
+    """MViT. Its attention pools positions after it computes q, k and v, so not all of it can be a branch.
+
+    The norm and the projection to q, k and v are one branch, and the MLP is the other. The pooling, the softmax and the
+    layer after it are left to autograd.
     """
 
     has_frames = True
@@ -55,7 +58,7 @@ class MultiscaleBlock(Adapter):
         probe(m, "pool_skip", "proj_after_attn", "project")
         if m.needs_transposal:
             raise Unsupported("its norms are batch norms, which work over positions")
-        # A wrapper, as of checkpointing, has the attention's attributes, but not its forward.
+        # A wrapper, for example for checkpointing, has the attention's attributes but another forward.
         if not is_plain(m.attn) or path_of(m.attn) != f"{MODELS}video.mvit.MultiscaleAttention":
             raise Unsupported("its attention has hooks, or a forward of its own")
         return {"attention": [m.norm1, m.attn.qkv], "mlp": [m.norm2, m.mlp, m.stochastic_depth]}
@@ -71,7 +74,7 @@ class MultiscaleBlock(Adapter):
 
 
 class Projected:
-    """An attention module whose projection to q, k and v has been done already; all else is the module's own."""
+    """Stands in for an attention module. Its `qkv` returns a given result; all other attributes are the module's."""
 
     def __init__(self, module: nn.Module, qkv: Tensor) -> None:
         self.module = module
@@ -83,7 +86,7 @@ class Projected:
 
 @adapts(*classes(VJEPA2, "Layer"))
 class Vjepa2Layer(EncoderLayer):
-    """With rotary positions of frames, rows and columns; a mask says which positions the rows are of."""
+    """V-JEPA 2, with rotary embeddings for frames, rows and columns. `position_mask` gives the position of each row."""
 
     known = ("position_mask",)
 
@@ -102,17 +105,18 @@ class Vjepa2Layer(EncoderLayer):
     def options(self, m: Any, attn: Any, x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
         mask = given.get("position_mask")
         numbers = attn.get_position_ids(x, masks=mask)
-        if mask is not None:  # [batch, heads, n], the same for all heads; as [batch, 1, 1, n], as masks are
+        if mask is not None:  # [batch, heads, n], equal for all heads, becomes [batch, 1, 1, n], like a mask
             numbers = [one[:, :1].unsqueeze(1) for one in numbers]
         return {"attn_mask": None, "rope": tuple(numbers), "given": {"position_mask": mask}}
 
 
 @adapts(*classes(TIMESFORMER, "Layer"))
 class TimesformerLayer(EncoderLayer):
-    """Attention among the frames of each place, then among the places of each frame, then the MLP.
+    """TimeSformer: attention over the frames at each place, then over the places of each frame, then the MLP.
 
-    The first is a block of its own, whose norm and last layer stay outside. A place is a sample there, and a frame is
-    one in the second, so their masks are over `(frames,)` and `(height, width)`.
+    The attention over frames is a block of its own; the norm before it and the layer after it are not part of that
+    block. Each place is a sample there, so its mask is over `(frames,)`. In the attention over places each frame is a
+    sample, so its mask is over `(height, width)`.
     """
 
     has_frames = True
@@ -137,7 +141,7 @@ class TimesformerLayer(EncoderLayer):
         frames, wide = m.config.num_frames, m.config.image_size // m.config.patch_size
         token, rows = x[:, :1], x[:, 1:].unflatten(1, (-1, frames))  # [batch, places, frames, channels]
         places = rows.shape[1]
-        # Dropout draws for the rows in the order of the model, so with it they stay there, as a sequence.
+        # Dropout must draw its noise in the model's order. So if there is dropout, rows keep that order, as a sequence.
         has_dropout = any(one.p > 0 for one in (m.intermediate.dropout, m.output.dropout, m.attention.output.dropout))
         shape = (places * frames,) if has_dropout else (frames, places // wide, wide)
 
@@ -164,4 +168,4 @@ class TimesformerLayer(EncoderLayer):
 PARTS = {
     *("layernorm_before", "layernorm_after", "layernorm", "attention", "intermediate", "output", "drop_path", "dense")
 }
-"""The parts of a layer of TimeSformer, and those of its attention."""
+"""The names of the parts of a TimeSformer layer (without "temporal_"), and of the parts of its attention."""

@@ -1,7 +1,7 @@
-"""Whether a block is still as it was when its programs were built.
+"""Notices when a block has changed since its programs were built.
 
-A layer that is replaced, hooked, put into evaluation or given another forward after `apply` must be seen in the next
-step. Weights are read anew in every step, so they need no watching.
+After `apply`, a user may replace a layer, add a hook to it, call `eval()` on it or set another forward. The next step
+must notice. The values of weights are read again in every step, so they need no watching.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .._torch import has_global_hooks, has_hooks
 __all__ = ["Watch"]
 
 FACTS = ("p", "drop_prob", "merged_adapters", "_disable_adapters", "_active_adapter", "scaling")
-"""Attributes that decide whether a module draws random numbers, and which adapters of PEFT are in force."""
+"""Attributes that decide whether a module draws random numbers, and which PEFT adapters are active."""
 
 
 class Watch:
-    """All that the programs of a block were built from, besides the tensors.
+    """Records everything that the programs of a block were built from, except the values of tensors.
 
     `holds` runs for every block in every step, so it reads the modules' dictionaries directly.
     """
@@ -38,7 +38,7 @@ class Watch:
         self.all_hooked = has_global_hooks()
 
     def holds(self) -> bool:
-        """Whether nothing has changed since this was made."""
+        """True if nothing has changed since this object was made."""
         block = self.block
         if has_global_hooks() is not self.all_hooked:
             return False
@@ -60,5 +60,5 @@ class Watch:
 
 
 def _kinds(own: dict[str, Any]) -> list[type]:
-    """The types of a module's parameters: None, plain ones, quantised ones."""
+    """The type of each of a module's parameters: `Parameter`, a quantised type, or that of None."""
     return [value.__class__ for value in own["_parameters"].values()]

@@ -1,4 +1,4 @@
-"""The command line: one file per command, imported when the command is given."""
+"""The command line. Each command has its own file, which is imported only when the command is used."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ COMMANDS = {
     "fidelity": "fidelity",
     "models": "models",
 }
-"""The file of each command. Its first line says what the command does."""
+"""The file of each command. The first line of its docstring is the help text of the command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code. Errors are one line with the remedy, and exit code 2."""
+    """Run a command and return the exit code. An error prints one line that says what to do, with exit code 2."""
     given = list(sys.argv[1:] if argv is None else argv)
     args = parser_of(next((word for word in given if word in COMMANDS), None)).parse_args(given)
     try:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser_of(command: str | None) -> argparse.ArgumentParser:
-    """The parser of all commands, with the arguments of this one: those of others would have to be imported."""
+    """The parser of all commands. Only `command` gets its arguments, so that no other command is imported."""
     parser = argparse.ArgumentParser(
         prog="keepgrad", description="Train PyTorch models in less memory and less time by stochastic backpropagation."
     )

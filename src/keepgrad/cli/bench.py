@@ -1,6 +1,6 @@
 """Measure a training step on this machine: memory, time and gradients of every method, side by side.
 
-Checks first that keepgrad computes what it should on this device, in this precision.
+First checks that keepgrad computes correct results on this device, in this precision.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .version import versions
 __all__ = ["add_arguments", "run"]
 
 SMALL: dict[str, Any] = {"model": "vit_tiny_patch16_224", "batch": 8, "rounds": 5}
-"""With no model: under two minutes on two cores."""
+"""Settings if no model is given; they take under two minutes on two cores."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler, which counts the CPU's memory, would say much
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler that measures CPU memory
     if args.plot:
-        figures()  # says now, not at the end, if there is no matplotlib
+        figures()  # reports a missing matplotlib now, not at the end
     for name, value in SMALL.items() if args.model is None else ():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -107,17 +107,17 @@ def _chosen(known: list[Method], names: list[str] | None) -> list[Method]:
 
 
 def _checked(task: Task) -> list[Any]:
-    """Print what the check finds.
+    """Run the checks and print their results.
 
     Raises:
-        KeepgradError: if keepgrad does not compute what it should here.
+        KeepgradError: if keepgrad computes wrong results here.
         InputError: if the model does not run.
     """
     try:
         found = check(task)
     except KeepgradError:
         raise
-    except Exception as error:  # of whatever the model is made of
+    except Exception as error:  # any code of the model may raise any kind
         raise InputError(f"the model fails on this device with these inputs: {reason_of(error)}") from None
     for one in found:
         print(one, flush=True)

@@ -1,6 +1,6 @@
 """Train Mask R-CNN or Cascade Mask R-CNN on data in COCO's layout; with --demo, on shapes, side by side.
 
-Many processes: torchrun --nproc-per-node 8 -m keepgrad detect ...
+To use several processes: torchrun --nproc-per-node 8 -m keepgrad detect ...
 """
 
 from __future__ import annotations

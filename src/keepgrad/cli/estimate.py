@@ -1,6 +1,7 @@
 """The memory of a training step before it is run: full backprop, checkpointing, the paper and keepgrad side by side.
 
-Runs on fake tensors: no GPU, no memory, and seconds for a large model.
+Runs on fake tensors: it needs neither a GPU nor the memory it estimates, and takes
+seconds even for a large model.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .numbers import pixels, positive
 __all__ = ["add_arguments", "run"]
 
 
-# Table 1 of the paper: model, batch a GPU, MB without and with SBP at 0.5.
+# Table 1 of the paper: model, batch size per GPU, MB without stochastic backpropagation (SBP) and with it at 0.5.
 PAPER_ROWS = (
     ("vit_tiny_patch16_224", 256, 8248, 5587),
     ("vit_base_patch16_224", 64, 10083, 7436),
@@ -121,7 +122,10 @@ def _estimates(
 
 
 def _paper_table(as_json: bool) -> None:
-    """The paper's figures, its method in its setting (fp16, attention matrices kept, as in 2022), and keepgrad's."""
+    """Print the paper's numbers, estimates of its method, and estimates of keepgrad.
+
+    The estimates of its method are for the setting of the paper: fp16, with attention matrices saved, as in 2022.
+    """
     ours = [FULL, kept(preset="paper"), kept(), kept(keep_ratio=0.25, save="input")]
     published = METHODS["Algorithm 1, the paper's layers"]
     theirs = [_unfused(method) for method in (FULL, published)]
@@ -164,7 +168,7 @@ def _paper_table(as_json: bool) -> None:
 
 
 def _unfused(method: Method) -> Method:
-    """A method on a model whose attention keeps its matrix."""
+    """The same method, with attention that is not fused, so that it saves the attention matrix."""
 
     @contextmanager
     def put_on(model: nn.Module) -> Iterator[Any]:

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     print(source.found, file=sys.stderr if args.json else sys.stdout)
     batches = _batches(source, model, args)
     options = flags.given(args, KeepConfig)
-    del options["seed"]  # of everything: the masks follow from it
+    del options["seed"]  # --seed seeds everything here, masks included
     apply(model, **options)
     report = fidelity(model, batches, F.cross_entropy, args.draws)
     print(report.to_json() if args.json else report)

@@ -54,14 +54,14 @@ def registered() -> dict[str, list[str]]:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row as text; the last cell only if it was measured."""
+    """The cells of a row as text. The last cell (saved bytes) is left out if it was not measured."""
     what = (row.example.family, row.example.model, ", ".join(row.classes), str(row.tier), ", ".join(row.branches))
     count = "-" if row.architectures is None else str(row.architectures)
     return (*what, count) if row.saved is None else (*what, count, f"{row.saved:.2f}x")
 
 
 def to_markdown(result: list[Row]) -> str:
-    """The table of docs/models.md."""
+    """The table for docs/models.md."""
     names = "\n".join(
         f"- {library}: {', '.join(f'`{name}`' for name in classes)}" for library, classes in registered().items()
     )

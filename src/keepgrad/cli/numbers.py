@@ -1,4 +1,4 @@
-"""Arguments that are numbers."""
+"""Number types for argparse arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["from_zero", "pixels", "positive", "seed"]
 
 
 def _argument(numbers: Numbers) -> Callable[[str], int]:
-    """For argparse, which shows no other errors."""
+    """Raise errors as ArgumentTypeError: argparse does not show the text of other errors."""
 
     def parsed(text: str) -> int:
         try:

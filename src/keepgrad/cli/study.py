@@ -13,7 +13,7 @@ from .train import continued, new_folder
 
 __all__ = ["add_arguments", "run"]
 
-# With no model and no data: a small ViT on digits, trained for a while.
+# Settings if no model and no data are given: a small ViT, trained on digits for a short time first.
 DEFAULT = {name: digits.SETTINGS[name] for name in ("model", "model_kwargs", "crop_pct", "batch_size")}
 DEFAULT |= {"prepare": 800, "train": 30, "seeds": 2, "lr": 3e-3, "draws": 3, "rounds": 3, "workers": 0}
 

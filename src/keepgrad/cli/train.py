@@ -1,6 +1,6 @@
 """Train an image classifier of timm with keepgrad; with no data, digits with and without it side by side.
 
-Many processes: torchrun --nproc-per-node 8 -m keepgrad train ..., or accelerate launch -m keepgrad train ...
+To use several processes: torchrun --nproc-per-node 8 -m keepgrad train ..., or accelerate launch -m keepgrad train ...
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ..train.config import RECIPES, TrainConfig
 
 __all__ = ["add_arguments", "new_folder", "run"]
 
-# A setting that takes the place of another one further down, unless it is off.
+# Settings that remove another one from earlier layers, unless they have the value that means off.
+# For example, `full` in the flags removes the `preset` of a recipe.
 INSTEAD_OF: dict[str, tuple[str, Any]] = {"full": ("preset", False), "accumulate": ("global_batch", 1)}
 
 
@@ -52,15 +53,15 @@ def run(args: argparse.Namespace) -> None:
 
 
 def new_folder(name: str) -> str:
-    """A folder for results that is not there yet."""
+    """The path for a new folder of results, with the current time in its name."""
     return datetime.now().strftime(f"runs/{name}-%Y%m%d-%H%M%S")
 
 
 def continued(given: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the run that is to be continued; none where there is no run.
+    """The settings of the run to be resumed; empty if there is no such run.
 
     Raises:
-        ConfigError: if there is a run whose settings are not there any more.
+        ConfigError: if the folder has files, but no config.yaml with the settings.
     """
     folder = Path(str(given.get("output")))
     if not given.get("resume") or not folder.is_dir():
@@ -78,7 +79,7 @@ def continued(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config(args: argparse.Namespace) -> TrainConfig:
-    """Flags over the file over the recipe over those of a run that is continued over the defaults."""
+    """Combine the settings. Flags override the file, then come the recipe, the run to be resumed and the defaults."""
     given = flags.given(args, TrainConfig)
     file: dict[str, Any] = {} if args.config is None else flags.read_yaml(args.config)
     file = {str(key).replace("-", "_"): value for key, value in file.items()}

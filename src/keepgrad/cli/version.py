@@ -1,4 +1,4 @@
-"""The versions of keepgrad, of torch and of the libraries that are installed."""
+"""The versions of keepgrad, torch and the other installed libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIBRARIES = ("torch", "timm", "torchvision", "transformers", "accelerate", "peft
 
 
 def versions(*names: str) -> str:
-    """The versions of these libraries; with none named, of keepgrad, Python and all that are installed."""
+    """The versions of the named libraries; without names, of keepgrad, Python and all installed `LIBRARIES`."""
     found = {} if names else {"keepgrad": __version__, "Python": platform.python_version()}
     for name in names or LIBRARIES:
         try:

@@ -1,10 +1,10 @@
-"""Images with boxes and masks in the layout of COCO: reading, and average precision by pycocotools.
+"""Images with boxes and masks in COCO's layout: reading them, and average precision by pycocotools.
 
-A folder has `train2017/`, `val2017/` and `annotations/instances_train2017.json`, `..._val2017.json`; any other ending
-than 2017 will do, or none. Annotations are checked before training starts. What cannot be trained on is left out and
-said: boxes without area, unknown categories or images, masks that cannot be read, files that are not there. In place of
-a file that turns out to be no image, the next one is taken. Crowds are left out of training and count in evaluation as
-COCO says.
+A folder has `train2017/`, `val2017/`, `annotations/instances_train2017.json` and `annotations/instances_val2017.json`.
+The ending 2017 may be another one, or missing. Annotations are checked before training starts. Entries that cannot be
+used are left out and reported: boxes without area, unknown categories or images, unreadable masks, missing files. If a
+file turns out not to be an image, the next image takes its place. Crowd annotations are left out of training; in
+evaluation they count as COCO defines.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .pixels import converted
 
 __all__ = ["CocoFolder", "Objects", "Problem", "average_precision", "find_split", "to_coco"]
 
-# The longest outline of a polygon, in pixels: pycocotools takes about 120 bytes for each.
+# Maximum length of a polygon's outline, in pixels: pycocotools needs about 120 bytes per pixel of it.
 LONGEST = 2_000_000
 METRICS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 
 
 class Problem(NamedTuple):
-    """Something that was left out."""
+    """An entry that was left out, and why."""
 
     file: str
     what: str
@@ -48,10 +48,10 @@ class Problem(NamedTuple):
 
 
 def find_split(root: Path, split: str) -> tuple[Path, Path]:
-    """The images and the annotations of "train" or "val".
+    """Find the image folder and the annotation file of the split "train" or "val".
 
     Raises:
-        InputError: if the folder does not have them.
+        InputError: if one of them is missing.
     """
     found = sorted((root / "annotations").glob(f"instances_{split}*.json"))
     if not found:
@@ -67,10 +67,10 @@ def find_split(root: Path, split: str) -> tuple[Path, Path]:
 
 
 class CocoFolder:
-    """One split: its images that can be used, with their annotations; and what was left out.
+    """One split: its usable images with their annotations, and the entries that were left out.
 
     Raises:
-        InputError: if the annotations cannot be read, or nothing of them can be used.
+        InputError: if the annotations cannot be read, or none can be used.
     """
 
     def __init__(self, images: Path, annotations: Path, training: bool) -> None:
@@ -126,7 +126,7 @@ class CocoFolder:
             return f"its {size[0]} x {size[1]} pixels are more than Pillow opens"
         try:
             is_there = (self.folder / image["file_name"]).is_file()
-        except (OSError, ValueError):  # too long, or with characters that no file can have
+        except (OSError, ValueError):  # the name is too long, or has characters that file names cannot have
             is_there = False
         return None if is_there else f"there is no file {brief(str(self.folder / image['file_name']))}"
 
@@ -148,7 +148,7 @@ class CocoFolder:
         return None if image is None else _mask_problem(annotation["segmentation"], image["height"], image["width"])
 
     def summary(self, most: int = 5) -> str:
-        """What was left out, in a few lines; empty if nothing was."""
+        """A few lines that list what was left out; empty if nothing was."""
         if not self.problems:
             return ""
         lines = [f"left out {len(self.problems)} entries of {self.file}:", *(f"  {p}" for p in self.problems[:most])]
@@ -188,7 +188,7 @@ def _most_pixels() -> float:
 
 
 def _mask_problem(segmentation: Any, height: int, width: int) -> str | None:
-    """Why a mask cannot be used. pycocotools does not ask: it takes any amount of memory, or writes beyond it."""
+    """Why a mask cannot be used, or None. pycocotools does not check: it uses any amount of memory, or overruns it."""
     if isinstance(segmentation, list):
         if not segmentation:
             return "it has no mask"
@@ -205,7 +205,7 @@ def _mask_problem(segmentation: Any, height: int, width: int) -> str | None:
 def _polygon_problem(polygon: Any, height: int, width: int) -> str | None:
     if not isinstance(polygon, list) or len(polygon) < 6 or not all(map(_is_number, polygon)):
         return "a polygon of its mask is not the numbers of three points or more"
-    # What sticks out of the image is cut off; an image's length away it is a mistake.
+    # Parts outside the image are cut off, but a point more than an image's length outside must be a mistake.
     for values, side in ((polygon[::2], width), (polygon[1::2], height)):
         worst = max(values, key=lambda value: abs(value - side / 2))
         if abs(worst - side / 2) > 1.5 * side:
@@ -218,10 +218,11 @@ def _polygon_problem(polygon: Any, height: int, width: int) -> str | None:
 
 
 def _runs(counts: Any, pixels: int) -> list[int] | None:
-    """Run lengths that add up to `pixels`: those in a list, or in the text that COCO packs them into; else None.
+    """The run lengths of a mask, given as a list or as COCO's compressed text; None unless they add up to `pixels`.
 
-    A number of the text is of signed digits of 5 bits, each a character from "0" on, whose sixth bit says that more
-    follow; from the fourth on it is the difference from the one before the last.
+    In the text, a number is a row of characters, each with 5 bits of it, lowest bits first. The code of a character is
+    that of "0" plus these 5 bits, plus 32 if more characters follow. The number is signed. From the fourth number on,
+    the text has the difference from the run two before.
     """
     if isinstance(counts, str):
         try:
@@ -254,9 +255,10 @@ def _unpacked(text: str) -> list[int]:
 
 
 class Objects(Dataset):
-    """Images as tensors from 0 to 1, with boxes, labels from 1 and masks. Numbered like those of `train.images`.
+    """Images as tensors with values from 0 to 1, with their boxes, labels (from 1 on) and masks.
 
-    With `flips`, half of the images are mirrored, by random numbers of the epoch and the image.
+    Item `epoch * len(self) + index` is image `index` in `epoch`. With `flips`, an image is mirrored with probability
+    0.5, by random numbers that depend on the seed, the epoch and the image.
     """
 
     def __init__(self, source: CocoFolder, flips: bool, seed: int) -> None:
@@ -278,7 +280,7 @@ class Objects(Dataset):
             return v2.RandomHorizontalFlip()(*found)
 
     def _read_from(self, index: int) -> tuple[Tensor, dict[str, Tensor]] | Unreadable:
-        """The image at `index`, or the first one behind it that can be read."""
+        """The image at `index`, or the first one after it that can be read."""
         for offset in range(len(self)):
             found = self.read(self.source.ids[(index + offset) % len(self)])
             if not isinstance(found, Unreadable):
@@ -322,7 +324,7 @@ class Objects(Dataset):
 
 
 def _inside(box: Sequence[float], height: int, width: int) -> list[float] | None:
-    """Corners of a box within its image; None where nothing of it is left."""
+    """The corners of a box, clipped to its image; None if less than a pixel of its width or height is left."""
     left, top, wide, tall = box
     right, bottom = min(left + wide, width), min(top + tall, height)
     left, top = max(left, 0.0), max(top, 0.0)
@@ -330,7 +332,7 @@ def _inside(box: Sequence[float], height: int, width: int) -> list[float] | None
 
 
 def _mask(segmentation: Any, height: int, width: int) -> np.ndarray | None:
-    """A mask that has been checked, as pixels; None where it is of another size than the image."""
+    """Turn a checked mask into pixels; None if its size is not that of the image."""
     from pycocotools import mask as codes
 
     if isinstance(segmentation, list):
@@ -343,7 +345,7 @@ def _mask(segmentation: Any, height: int, width: int) -> np.ndarray | None:
 
 
 def to_coco(image: int, found: dict[str, Tensor], category_of: dict[int, int]) -> list[dict[str, Any]]:
-    """The detections of one image, in COCO's form for results."""
+    """Convert the detections of one image to COCO's results format."""
     from pycocotools import mask as codes
 
     rows = []
@@ -364,7 +366,7 @@ def to_coco(image: int, found: dict[str, Tensor], category_of: dict[int, int]) -
 
 
 def average_precision(source: CocoFolder, results: list[dict[str, Any]]) -> dict[str, float]:
-    """Average precision of boxes and of masks over the images of a split, each as COCO's six numbers."""
+    """Average precision over the images of a split: COCO's six numbers for boxes, and the same six for masks."""
     try:
         from pycocotools.coco import COCO
         from pycocotools.cocoeval import COCOeval
@@ -389,7 +391,7 @@ def average_precision(source: CocoFolder, results: list[dict[str, Any]]) -> dict
                 evaluation.accumulate()
                 evaluation.summarize()
                 values = evaluation.stats[: len(METRICS)]
-            # COCO says -1 where there is no object of that size.
+            # pycocotools returns -1 if there is no object of that size.
             metrics |= {
                 f"{name}_{key}": math.nan if v < 0 else float(v) for key, v in zip(METRICS, values, strict=True)
             }
@@ -397,8 +399,10 @@ def average_precision(source: CocoFolder, results: list[dict[str, Any]]) -> dict
 
 
 def _numbered(annotations: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Annotations with all that pycocotools asks for. It takes those of one id for one, and those of id 0 for missed,
-    so they get ids from 1 on."""
+    """Add the fields that pycocotools needs, and number the annotations from 1 on.
+
+    pycocotools treats annotations with the same id as one, and one with id 0 as never detected.
+    """
     return [
         {"iscrowd": 0, "area": own["bbox"][2] * own["bbox"][3], **own, "id": number}
         for number, own in enumerate(annotations, start=1)
@@ -407,6 +411,6 @@ def _numbered(annotations: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what pycocotools prints."""
+    """Hide what pycocotools prints."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield

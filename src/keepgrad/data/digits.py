@@ -1,7 +1,7 @@
-"""The embedded default: scikit-learn's handwritten digits, 1,797 images of 8x8 pixels, for a ViT of 64 tokens.
+"""The default data: scikit-learn's handwritten digits, 1,797 images of 8x8 pixels, for a ViT with 64 tokens.
 
-Images are enlarged to 32x32 pixels and cut into patches of 4x4, so that a token is one pixel of the original and how it
-changes towards its neighbours. With patches of one pixel the model would learn far more slowly.
+Images are enlarged to 32x32 pixels and cut into patches of 4x4. So a token shows one pixel of the original image, and
+how the image changes from it to its neighbours. With patches of one pixel the model would learn far more slowly.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Digits:
 
 
 def sources() -> tuple[Source, Source]:
-    """Digits to train on and to evaluate on."""
+    """Return the digits to train on and the digits to evaluate on."""
     from .images import some_of
 
     whole = _Digits()

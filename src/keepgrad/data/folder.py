@@ -1,7 +1,7 @@
-"""A folder of images: each folder in it is a class, and images may lie at any depth of a class folder.
+"""A folder of images. Each folder in it is a class; images may be at any depth of a class folder.
 
-What is not used is counted and said: files beside the class folders, files of other kinds, hidden ones, what is neither
-a file nor a folder (a FIFO would make a reader wait for ever), and links back to a folder above them.
+Entries that are not used are counted and reported: files next to the class folders, files of other kinds, hidden files,
+entries that are neither a file nor a folder (reading a FIFO would wait forever), and links to a folder above them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_IMAGE = "not of a known kind"
 
 
 class ImageFolder:
-    """The images of a folder by number, in the order of their names. Satisfies `images.Source`.
+    """The images of a folder, numbered in the order of their names. Implements `images.Source`.
 
     Raises:
         InputError: if there are fewer than two classes, a class without images, or a folder that cannot be listed.
@@ -80,11 +80,11 @@ class ImageFolder:
                 count += 1
                 yield entry.name, path
             if not count:
-                # Without it, the other classes would get other numbers.
+                # Skipping the empty class would change the numbers of the other classes.
                 raise InputError(f"{entry.path} is a class folder without images; put some there, or take it away")
 
     def _images(self, folder: Path, above: tuple[Any, ...]) -> Iterator[str]:
-        """The images of a class folder and of the folders in it."""
+        """The images in a class folder and in all folders below it. `above` identifies the folders above it."""
         waiting = [(folder, above)]
         while waiting:
             folder, above = waiting.pop()
@@ -98,7 +98,7 @@ class ImageFolder:
                     yield entry.path
 
     def _entries(self, folder: Path, above: tuple[Any, ...]) -> Iterator[os.DirEntry[str]]:
-        """The files and folders in a folder, without those that are never used."""
+        """The files and folders in a folder, except hidden ones and links to a folder in `above`."""
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as error:
@@ -123,12 +123,12 @@ class ImageFolder:
 def _is(entry: os.DirEntry[str], kind: str) -> bool:
     try:
         return entry.is_dir() if kind == "dir" else entry.is_file()
-    except OSError:  # a link to itself
+    except OSError:  # e.g. a link to itself
         return False
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    """The same for a folder and a link to it."""
+    """A value that is the same for a folder and for a link to it."""
     found = folder.stat()
     return found.st_dev, found.st_ino
 

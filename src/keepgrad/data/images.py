@@ -1,4 +1,4 @@
-"""Images with labels, from a folder, a tar or whatever timm reads, and as an epoch sees them."""
+"""Images with labels from a folder, a tar file or a dataset that timm reads, and their batches."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "
 
 
 class Source(Protocol):
-    """Images that can be asked for by number."""
+    """A collection of images, each read by its number."""
 
     @property
     def classes(self) -> Sequence[str]: ...
 
     @property
     def found(self) -> str:
-        """What there is and what was left out, in a line; empty where that is known."""
+        """One line that says how many images there are and what was left out; empty if there is nothing to say."""
 
     def __len__(self) -> int: ...
 
     def name(self, index: int) -> str:
-        """What to call an image in a message."""
+        """The name of an image, for messages."""
 
     def read(self, index: int) -> tuple[Any, int]:
-        """An image of PIL and its label. Raises OSError."""
+        """Read a PIL image and its label. Raises OSError."""
 
 
 class _TimmSource:
-    """A dataset of timm's `create_dataset`."""
+    """A dataset made by timm's `create_dataset`."""
 
     def __init__(self, dataset: Any, root: str) -> None:
         self.dataset, self.root = dataset, root
@@ -69,7 +69,7 @@ class _TimmSource:
 
         if not self.by_reader:
             return self.dataset[index]
-        # Not dataset[index], which takes another image where one cannot be read.
+        # Not dataset[index]: if an image cannot be read, that returns another one.
         found, label = self.dataset.reader[index]
         if isinstance(found, Image.Image):
             return found, label
@@ -79,7 +79,7 @@ class _TimmSource:
 
 
 class _Some:
-    """A part of a source."""
+    """Some of the images of a source."""
 
     def __init__(self, source: Source, indices: Sequence[int], found: str = "") -> None:
         self.source, self.indices, self.classes, self.found = source, indices, source.classes, found
@@ -99,7 +99,7 @@ def some_of(source: Source, indices: Sequence[int]) -> Source:
 
 
 def held_out(source: Source) -> tuple[Source, Source]:
-    """A source without a tenth of its images, and that tenth; always the same one."""
+    """Split a source into nine tenths for training and one tenth for evaluation. The split is always the same."""
     order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0)).tolist()
     count = max(1, round(len(source) * HELD_OUT))
     found = f"{source.found}; {count} of them are held out for evaluation"
@@ -107,7 +107,7 @@ def held_out(source: Source) -> tuple[Source, Source]:
 
 
 def open_images(root: str, kind: str = "", split: str = "train") -> Source:
-    """The images of a folder, a tar, or another kind that timm's `create_dataset` knows.
+    """Open the images in a folder, a tar file, or a dataset of another kind that timm's `create_dataset` knows.
 
     Raises:
         ConfigError: if there is no such kind.
@@ -127,7 +127,7 @@ def open_images(root: str, kind: str = "", split: str = "train") -> Source:
     try:
         with _known_extensions():
             dataset = create_dataset(kind, root=root, split=split, search_split=False)
-    except Exception as error:  # each library has its own
+    except Exception as error:  # each library raises its own kinds
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"{kind or 'images'} at {root}: {reason[:300]}; give a folder or tar of images") from None
     source = _TimmSource(dataset, root)
@@ -137,10 +137,10 @@ def open_images(root: str, kind: str = "", split: str = "train") -> Source:
 
 
 def kind_of(dataset: str) -> str:
-    """A kind of `create_dataset` that can be read by number; empty for folders and tars.
+    """Check a dataset name for timm's `create_dataset`, e.g. torch/cifar100. Returns "" for folders and tar files.
 
     Raises:
-        ConfigError: if there is none such: timm would take it for a folder.
+        ConfigError: if the kind is not known (timm would take the name for a folder), or is a stream.
     """
     library, _, name = dataset.partition("/")
     if not dataset or dataset.lower() in ("torch/folder", "torch/image_folder"):
@@ -157,7 +157,7 @@ def kind_of(dataset: str) -> str:
 
 @contextmanager
 def _known_extensions() -> Iterator[None]:
-    """timm looks for the files that a folder may have too."""
+    """Make timm accept the same file extensions as `ImageFolder`."""
     from timm.data.readers.img_extensions import get_img_extensions, set_img_extensions
 
     before = get_img_extensions()
@@ -169,7 +169,11 @@ def _known_extensions() -> Iterator[None]:
 
 
 def _check_tar(reader: Any, source: _TimmSource) -> None:
-    """timm takes the last folder of each image for its class, whatever is above it."""
+    """Check the class folders of a tar file.
+
+    timm takes the folder that an image is in as its class, and ignores the folders above. So two folders of the same
+    name would become one class.
+    """
     folders: dict[str, set[str]] = {}
     for sample, target in zip(reader.samples, reader.targets, strict=True):
         member, _, inner = sample
@@ -189,12 +193,12 @@ def _check_tar(reader: Any, source: _TimmSource) -> None:
 
 
 def part_of(root: str, part: str) -> Path | None:
-    """The folder of "train" or "val" in a folder that has one, by the names it usually has."""
+    """The folder for "train" or "val" within `root`, under one of its usual names; None if there is none."""
     return next((folder for name in PARTS[part] if (folder := Path(root) / name).is_dir()), None)
 
 
 class _Augmented(Dataset):
-    """The images of a source through a transform. Number `epoch * len + index` is an image as that epoch sees it."""
+    """The transformed images of a source. Item `epoch * len(source) + index` is image `index` in `epoch`."""
 
     def __init__(self, source: Source, transform: Callable[[Any], Tensor], mode: str, seed: int) -> None:
         self.source, self.transform, self.mode, self.seed = source, transform, mode, seed
@@ -209,7 +213,7 @@ class _Augmented(Dataset):
         try:
             with seeded(mixed_seed(self.seed, epoch, index)):
                 return self.transform(image), label
-        except Exception as error:  # and so do its operations
+        except Exception as error:  # and so do the operations of a transform
             reason = str(error) or type(error).__name__
             remedy = "mend it, take it away or change the augmentation"
             return Unreadable(self.source.name(index), reason, "cannot be augmented", remedy)
@@ -222,12 +226,12 @@ def _collated(samples: list[Any]) -> Any:
 def loader(
     source: Source, transform: Callable[[Any], Tensor], mode: str, seed: int, batches: list[list[int]], workers: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Images and labels of the batches; see `loaded`."""
+    """Yield the images and labels of each batch; see `loaded`."""
     return loaded(_Augmented(source, transform, mode, seed), batches, workers, _collated)
 
 
 def mode_of(channels: int) -> str:
-    """The mode of PIL for images of so many channels."""
+    """The PIL mode for images with this number of channels."""
     modes = {1: "L", 3: "RGB", 4: "RGBA"}
     if channels not in modes:
         raise ConfigError(f"the model takes {channels} channels; images have 1, 3 or 4")

@@ -1,4 +1,4 @@
-"""Which samples come when, and with which random numbers: a function of the seed, the epoch and the sample alone."""
+"""The order of the samples, and the random numbers for each. Both depend only on seed, epoch and sample."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..errors import InputError, KeepgradError
 __all__ = ["Batches", "Unreadable", "loaded", "mixed_seed", "seeded"]
 
 
-PATIENCE = 60  # seconds that a loader process has after SIGTERM
+PATIENCE = 60  # seconds until a loader process ends after SIGTERM
 
 
 class Unreadable(NamedTuple):
-    """A file that cannot be used. It travels in place of its batch: exceptions lose their form between processes."""
+    """A file that cannot be used. Loaders return it in place of a batch, as exceptions change between processes."""
 
     name: str
     reason: str
@@ -33,13 +33,13 @@ class Unreadable(NamedTuple):
 
 
 def mixed_seed(*numbers: int) -> int:
-    """A seed of 32 bits from numbers, each of which changes it wholly."""
+    """A 32-bit seed made from several numbers. Changing one of them gives an unrelated seed."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """The random numbers of Python, NumPy and torch from `seed`, and from before afterwards."""
+    """Seed Python, NumPy and torch within a block, and restore their random states afterwards."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed)
@@ -55,8 +55,8 @@ def seeded(seed: int) -> Iterator[None]:
 class Batches:
     """The numbers of the images in each batch of an epoch, for one of several processes.
 
-    With `shuffled`, whole batches in an order of the epoch; what does not fill a batch of every process is left out.
-    Otherwise all images in their order, the last ones repeated until every process has as many.
+    With `shuffled`, each epoch has its own random order, and images that do not fill a batch in every process are left
+    out. Otherwise all images come in order, and the last one is repeated until every process has the same number.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Batches:
         self.process, self.processes = process, processes
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """The number of batches per epoch."""
         if self.shuffled:
             return self.count // (self.batch_size * self.processes)
         return -(-self._share() // self.batch_size)
@@ -85,20 +85,21 @@ class Batches:
         return [part.tolist() for part in mine.split(self.batch_size)][start:]
 
     def is_first(self, batch: int, size: int) -> Tensor:
-        """Which of the images of a batch are no repetition, where the order is not shuffled."""
+        """Which images of a batch are not repetitions, as booleans. Only for an order that is not shuffled."""
         place = (torch.arange(size) + batch * self.batch_size) * self.processes + self.process
         return place < self.count
 
 
 def _processors() -> int:
-    """Those that this process may use."""
+    """The number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _leave_signals(_: int) -> None:
-    """Signals reach every process of a group, but it is for the training process to stop in order, and to end this one.
+    """Make a loader process ignore SIGINT, and end only some time after SIGTERM.
 
-    Where it does not, this one ends by itself.
+    Signals reach every process of a group, but the training process should stop properly and then end its loaders. If
+    it does not, the loader ends by itself after `PATIENCE` seconds.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "alarm"):
@@ -108,9 +109,9 @@ def _leave_signals(_: int) -> None:
 
 @contextmanager
 def _deaths_unheard() -> Iterator[None]:
-    """When a loader process dies, torch raises an error wherever the training process is, also in the middle of a step.
+    """Within this block, the death of a loader process is reported only when the next batch is requested.
 
-    Not in this block: there the next batch says it.
+    Otherwise torch raises an error at once, wherever the training process is, even in the middle of a step.
     """
     if not hasattr(signal, "SIGCHLD") or not _in_main_thread():
         yield
@@ -130,10 +131,10 @@ def _in_main_thread() -> bool:
 def loaded(
     dataset: Dataset, batches: list[list[int]], workers: int, collate: Callable[[list[Any]], Any]
 ) -> Iterator[Any]:
-    """The batches of a dataset, given by the numbers of their samples, loaded by `workers` processes.
+    """Load batches with `workers` processes. `batches` lists the numbers of the samples in each batch.
 
     Raises:
-        InputError: names the file that cannot be used.
+        InputError: if a file cannot be used; the message names it.
         KeepgradError: if a loader process died.
     """
     found = DataLoader(
@@ -154,7 +155,7 @@ def loaded(
                     raise InputError(f"{batch.name} {batch.problem}: {batch.reason}; {batch.remedy}")
                 yield batch
         finally:
-            del iterator  # and so its processes
+            del iterator  # this ends its processes
 
 
 def _next(iterator: Iterator[Any]) -> Any:
@@ -164,7 +165,7 @@ def _next(iterator: Iterator[Any]) -> Any:
         if isinstance(error, RuntimeError) and "exited unexpectedly" not in str(error):
             raise
         reason = str(error) or type(error).__name__
-    # Not in the block above: that error keeps the iterator, and with it the other loader processes.
+    # Not raised in the except block: the old error would keep the iterator and the other loader processes alive.
     raise KeepgradError(
         f"a process that loads data was killed ({reason}); if memory is short, lower --workers, and --resume"
     )

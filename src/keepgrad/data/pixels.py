@@ -1,4 +1,4 @@
-"""Images of PIL in the 8 bits and the channels that a model takes."""
+"""Convert PIL images to 8 bits and to the channels that a model takes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ WIDE = 2**16 - 1
 
 
 def converted(image: Any, mode: str) -> Any:
-    """An image in another mode; grey values of 16 bits are scaled to 8, where PIL would cut off what is above 255.
+    """Convert an image to another mode. 16-bit grey values are scaled to 8 bits; PIL would clip them at 255.
 
     Raises:
-        ValueError: if the range of its values is not known.
+        ValueError: if the range of its values is unknown, or larger than 16 bits.
     """
     from PIL import Image
 

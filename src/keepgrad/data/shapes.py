@@ -1,4 +1,4 @@
-"""A small synthetic set in COCO's layout, for trying detection out: coloured shapes on noise."""
+"""A small synthetic dataset in COCO's layout for trying out detection: coloured shapes on noise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def make_shapes(root: Path, train: int = 480, val: int = 48) -> Path:
-    """Write the set to a folder, always the same one; the folder."""
+    """Write the dataset to the folder `root`, and return the folder. The dataset is always the same."""
     generator = np.random.default_rng(0)
     for split, count in (("train2017", train), ("val2017", val)):
         (root / split).mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def make_shapes(root: Path, train: int = 480, val: int = 48) -> Path:
 
 
 def _draw(generator: np.random.Generator, path: Path) -> list[dict[str, Any]]:
-    """One image with one to four shapes that do not hide one another."""
+    """Draw one image with one to four shapes that do not overlap. Returns their annotations."""
     from PIL import Image, ImageDraw
 
     background = generator.integers(60, 140, 3) + generator.normal(0, 12, (SIZE, SIZE, 3))

@@ -1,1 +1,1 @@
-"""keepgrad in the training loops of others: a callback for transformers' Trainer, and one for Lightning."""
+"""keepgrad in other libraries' training loops: a callback for transformers' Trainer, and one for Lightning."""

@@ -1,4 +1,4 @@
-"""keepgrad as a callback of Lightning: `Trainer(callbacks=[KeepgradCallback(preset="accurate")])`."""
+"""keepgrad as a Lightning callback: `Trainer(callbacks=[KeepgradCallback(preset="accurate")])`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["KeepgradCallback"]
 
 
 class KeepgradCallback(Callback):
-    """Trains with kept gradients: applies in `setup` and removes in `teardown`, or when training fails.
+    """Applies keepgrad to the model in `setup`, and removes it in `teardown` or when training fails.
 
-    A model that is made in `configure_model` is patched when that is done. The plan and the saved bytes are logged by
-    the logger "keepgrad"; figures go to the loggers of the Trainer.
+    If the model is built in `configure_model`, keepgrad is applied after that. The plan and the saved bytes are logged
+    by the logger "keepgrad". The Trainer's loggers get the metrics: saved bytes and cosines.
 
     Args:
         config: a KeepConfig; or give its fields as keywords, as for `keepgrad.apply`.
-        module: which module of the LightningModule to patch, "encoder.trunk"; by default the attribute that has
-            the blocks keepgrad knows. It should be one that is called as a whole in `training_step`.
-        exact_last: the share of the steps, at the end, that have exact gradients, under checkpointing; 0.1 for the
-            last tenth.
-        cosine_every: measure the cosine with the exact gradient every so many steps; 0 for never. Such a step costs
-            three.
+        module: the name of the module to patch inside the LightningModule, such as "encoder.trunk". By default, the
+            attribute that holds the blocks keepgrad knows. `training_step` should call this module as a whole.
+        exact_last: the share of the steps, at the end of training, that compute exact gradients, with checkpointing.
+            0.1 is the last tenth.
+        cosine_every: how often, in steps, to measure the cosine with the exact gradient; 0 for never. A step that
+            measures it costs as much as three.
         **options: the fields of KeepConfig.
 
     Raises:

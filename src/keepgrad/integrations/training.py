@@ -1,7 +1,7 @@
-"""keepgrad during the training of a model by somebody else's loop: what the callbacks have in common.
+"""What the callbacks for other libraries' training loops have in common.
 
-What the model was given in a step, and the gradient of what it returned, are noted by hooks that are there for that
-step only. They are enough to do the step again with exact gradients, whatever the loss was.
+To measure a step, hooks record the model's input and the gradients of its output; they are removed after that step.
+With these two, the step can be repeated with exact gradients, without knowing the loss function.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ __all__ = ["Training"]
 log = logging.getLogger("keepgrad")
 
 PATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The models that a callback has patched, and not yet put back."""
+"""The models that a callback has patched and not yet restored."""
 
 
 class Training:
-    """keepgrad on one model for the length of a training; may be begun again.
+    """Applies keepgrad to one model while it is trained, from `begin` to `end`. `begin` may be called again.
 
     Args:
         config: a KeepConfig; or give its fields as keywords.
-        exact_last: the share of the steps, at the end, that have exact gradients, under checkpointing.
-        cosine_every: measure the cosine with the exact gradient every so many steps; 0 for never. Such a step costs
-            three.
+        exact_last: the share of the steps, at the end of training, that compute exact gradients, with checkpointing.
+        cosine_every: how often, in steps, to measure the cosine with the exact gradient; 0 for never. A step that
+            measures it costs as much as three.
         **options: the fields of KeepConfig.
 
     Raises:
@@ -65,13 +65,14 @@ class Training:
         self.noted: _Noted | None = None
 
     def begin(self, model: nn.Module, speaks: bool) -> None:
-        """Patch the model, and log the plan if this process `speaks`.
+        """Apply keepgrad to the model. With `speaks`, log the plan (True in one process only).
 
-        A model that is still patched from a training which died, or was begun before, is put back first.
+        If the model is still patched by an earlier training, for example one that failed, it is restored first.
 
         Raises:
-            AlreadyAppliedError: if somebody else has patched the model.
-            ConfigError: if a setting does not fit the model, or NoSiteError if it has no site.
+            AlreadyAppliedError: if keepgrad was applied to the model by other means than a callback.
+            ConfigError: if a setting does not fit the model.
+            NoSiteError: if the model has no site.
         """
         self.end()
         if model in PATCHED:
@@ -86,7 +87,7 @@ class Training:
             log.info("%s", plan)
 
     def before_step(self, step: int, steps: float) -> None:
-        """To be called before step number `step` of `steps`, or before each of its batches."""
+        """Call this before step `step` of `steps`, or before each batch of that step."""
         model = self.model
         if model is None or step == self.step:
             return
@@ -105,7 +106,7 @@ class Training:
         self.bytes_known |= self.noted is None
 
     def _finish(self, model: nn.Module) -> None:
-        """From here on, exact gradients in the memory of checkpointing."""
+        """Switch to exact gradients with checkpointing for the rest of the training."""
         self.stack.enter_context(exact(model))
         try:
             self.stack.enter_context(checkpointed(model))
@@ -115,7 +116,7 @@ class Training:
         log.info("keepgrad: exact gradients from step %d on", self.step)
 
     def after_backward(self) -> dict[str, float]:
-        """To be called when the gradients of a step are there, before the optimizer moves: what there is to log."""
+        """Call this after the backward pass of a step and before the optimizer step. Returns the metrics to log."""
         noted, self.noted = self.noted, None
         if noted is None or self.model is None:
             return {}
@@ -135,7 +136,7 @@ class Training:
         return found
 
     def _saved(self, noted: _Noted) -> dict[str, float]:
-        """The bytes that wait for backward in such a step, with and without keepgrad."""
+        """Estimate the bytes that such a step saves for backward, with and without keepgrad."""
         assert self.model is not None
         try:
             kept = estimate(self.model, noted.inputs, optimizer="none", amp=noted.amp).activations
@@ -148,7 +149,7 @@ class Training:
         return {"keepgrad/saved_bytes": kept, "keepgrad/saved_bytes_full": full}
 
     def end(self) -> None:
-        """Put the model back as it was; does nothing where that is done."""
+        """Restore the model. Does nothing if it is already restored."""
         if self.noted is not None:
             self.noted.close()
         self.stack.close()
@@ -163,7 +164,7 @@ def _put_back(model: nn.Module) -> None:
 
 
 class _Noted:
-    """What a model is given in a step, and the gradients of what it returns."""
+    """Records the input of a model in one step, and the gradients of its outputs."""
 
     def __init__(self, model: nn.Module, wants_cosine: bool) -> None:
         self.model, self.wants_cosine = model, wants_cosine
@@ -196,13 +197,13 @@ class _Noted:
             leaf.register_hook(lambda grad, number=number: self.gradients.__setitem__(number, grad.detach()))
 
     def loss(self, out: Any, _: None) -> Tensor:
-        """A loss with these gradients of what the model returns."""
+        """A stand-in for the loss: its gradients with respect to the model's outputs are the recorded ones."""
         leaves = _returned(out)
         return sum((leaves[number] * grad).sum() for number, grad in self.gradients.items())  # type: ignore[return-value]
 
 
 def _returned(out: Any) -> list[Tensor]:
-    """The tensors by which a loss depends on a model: its own loss, or all it returns."""
+    """The output tensors through which gradients flow: the model's own loss if it returns one, otherwise all."""
     own = getattr(out, "loss", None)
     if isinstance(own, Tensor) and own.requires_grad:
         return [own]

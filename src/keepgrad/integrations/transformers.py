@@ -1,8 +1,8 @@
-"""keepgrad as a callback of transformers' Trainer: `Trainer(..., callbacks=[KeepgradCallback(preset="accurate")])`.
+"""keepgrad as a callback for transformers' Trainer: `Trainer(..., callbacks=[KeepgradCallback(preset="accurate")])`.
 
-Trainer tells its callbacks of the end of a training, but not of an error, and does not hand itself to them. So a
-callback that is given to Trainer's constructor looks up who is being constructed, and puts the model back when that
-Trainer's `train` raises. One that is added later, by `add_callback`, is used as a context:
+Trainer tells its callbacks when training ends, but not when it fails, and it does not pass itself to them. So a
+callback that is given to Trainer's constructor finds the Trainer on the call stack, and wraps its `train` to remove
+keepgrad from the model if `train` raises. If you add the callback later, with `add_callback`, use it as a context:
 
     with KeepgradCallback(preset="accurate") as callback:
         trainer.add_callback(callback)
@@ -27,16 +27,17 @@ __all__ = ["KeepgradCallback"]
 
 
 class KeepgradCallback(TrainerCallback):
-    """Trains with kept gradients: applies at the start of a training and removes at its end, or when it fails.
+    """Applies keepgrad to the model when training starts, and removes it when training ends or fails.
 
-    The plan and the saved bytes are logged by the logger "keepgrad"; figures are also in `trainer.state.log_history`.
+    The plan, the saved bytes and the cosines are logged by the logger "keepgrad". The saved bytes and the cosines are
+    also in `trainer.state.log_history`.
 
     Args:
         config: a KeepConfig; or give its fields as keywords, as for `keepgrad.apply`.
-        exact_last: the share of the steps, at the end, that have exact gradients, under checkpointing; 0.1 for the
-            last tenth.
-        cosine_every: measure the cosine with the exact gradient every so many steps; 0 for never. Such a step costs
-            three.
+        exact_last: the share of the steps, at the end of training, that compute exact gradients, with checkpointing.
+            0.1 is the last tenth.
+        cosine_every: how often, in steps, to measure the cosine with the exact gradient; 0 for never. A step that
+            measures it costs as much as three.
         **options: the fields of KeepConfig.
 
     Raises:
@@ -58,7 +59,7 @@ class KeepgradCallback(TrainerCallback):
         trainer = _trainer_at_work()
         if trainer is None:
             return
-        own, alive = type(trainer).train, weakref.ref(trainer)  # a Trainer is not to hold itself alive
+        own, alive = type(trainer).train, weakref.ref(trainer)  # a weak reference, so that the Trainer can be freed
 
         @functools.wraps(own)
         def train(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +98,7 @@ class KeepgradCallback(TrainerCallback):
 
 
 def _trainer_at_work() -> Trainer | None:
-    """The Trainer that called the callback, found by looking up from here."""
+    """The Trainer that called the callback, found by walking up the call stack; None if there is none."""
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get("self")

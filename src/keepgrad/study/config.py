@@ -1,4 +1,4 @@
-"""The settings of a study, each a command-line flag and a line of YAML."""
+"""The settings of a study. Each is a command-line flag and a YAML key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = Numbers(int, least=0, most=10**9)
 
 @dataclass(frozen=True)
 class StudyConfig(KeepConfig):
-    """What is studied, and how thoroughly. Options of `apply` are one more setting to study."""
+    """What to study, and how thoroughly. Options of `keepgrad.apply` given here are studied as one more setting."""
 
     model: str | None = None
     data: str | None = flag(
@@ -63,7 +63,7 @@ class StudyConfig(KeepConfig):
             raise ConfigError("resume: give the output folder of the study to continue")
 
     def setting(self) -> dict[str, Any]:
-        """The user's own options for `apply`; none where none were given."""
+        """The options for `keepgrad.apply` that the user gave; empty if there are none."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(KeepConfig)}
         given = {name: value for name, value in values.items() if value is not None and name != "seed"}
         KeepConfig(**given)

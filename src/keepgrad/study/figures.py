@@ -1,4 +1,4 @@
-"""The pictures of a study, each drawn twice: into a PNG file, and as SVG for the page, in the colours of the page."""
+"""The pictures of a study. Each is drawn twice: as a PNG file, and as SVG for the page, in the page's colours."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["agreement", "heat_map", "mask_picture", "pareto", "png", "quality", 
 
 Draw = Callable[[Any], None]
 
-PANEL = (4.4, 3.2)  # inches: what fits a phone
-INK, LINE = "#0a0b0c", "#0d0e0f"  # stand for colours that the page sets
+PANEL = (4.4, 3.2)  # inches; fits on a phone
+INK, LINE = "#0a0b0c", "#0d0e0f"  # placeholders: the page sets the real colours
 SERIES = ("#3d7fd9", "#d9772b", "#2f9e6e")
 MARKED = "#c8352b"
-NEAREST = 1e-5  # to 1 that a cosine is shown
-MOST_LAYERS = 30  # whose cosines are written into the heat map
+NEAREST = 1e-5  # cosines are not drawn closer to 1 than this
+MOST_LAYERS = 30  # with more layers, the heat map has colours but no numbers
 
 
 def _style(ink: str, line: str) -> dict[str, Any]:
@@ -48,16 +48,16 @@ def _drawn(panels: Sequence[Draw], size: tuple[float, float], ink: str, line: st
 
 
 def png(path: Any, panels: Sequence[Draw], size: tuple[float, float] = PANEL) -> None:
-    """Draw panels beside each other into a file."""
+    """Draw panels side by side into a PNG file."""
     _drawn(panels, size, "#222222", "#cccccc", lambda figure: figure.savefig(path, dpi=150, facecolor="white"))
 
 
 def svg(name: str, label: str, draw: Draw, size: tuple[float, float] = PANEL) -> str:
-    """One panel for the page, as wide as there is room; `label` says what it shows to those who do not see it."""
+    """One panel as SVG for the page, as wide as the page allows. `label` describes it to screen readers."""
     import matplotlib
 
     buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": name}):  # ids that no other picture of the page has
+    with matplotlib.rc_context({"svg.hashsalt": name}):  # ids must be unique on the page
         _drawn(
             [draw],
             size,
@@ -75,7 +75,7 @@ def svg(name: str, label: str, draw: Draw, size: tuple[float, float] = PANEL) ->
 
 
 def pareto(results: Results, front: Sequence[str], best: str) -> Draw:
-    """Agreement against memory. The scale of the cosine is that of its distance from 1."""
+    """Plot agreement against memory. The axis of the cosine is logarithmic in 1 - cosine."""
 
     def draw(axes: Any) -> None:
         def point(key: str) -> tuple[float, float]:
@@ -99,7 +99,7 @@ def pareto(results: Results, front: Sequence[str], best: str) -> Draw:
 
 
 def _panel(axes: Any, question: Question, values: Callable[[str], tuple[float, float]], title: str) -> None:
-    """The values of every setting of a question, with their errors where they have some."""
+    """Plot a value for every setting of a question, with error bars if the errors are known."""
     labels = list(dict.fromkeys(case.label for case in question.cases))
     lines = question.lines()
     for number, (series, cases) in enumerate(lines.items()):
@@ -126,7 +126,7 @@ def _panel(axes: Any, question: Question, values: Callable[[str], tuple[float, f
 
 
 def agreement(question: Question, results: Results, figure: str, title: str) -> Draw:
-    """One figure of agreement, such as the cosine, of every setting of a question."""
+    """Plot one measure of agreement for every setting of a question. `figure` names it, e.g. "cosine"."""
 
     def value(key: str) -> tuple[float, float]:
         return (getattr(results.measured[key], figure) if key in results.measured else math.nan), math.nan
@@ -135,7 +135,7 @@ def agreement(question: Question, results: Results, figure: str, title: str) -> 
 
 
 def quality(question: Question, results: Results) -> Draw:
-    """The accuracy after short trainings, against that of full backprop with the same images."""
+    """Plot the accuracy after short trainings, minus that of full backprop with the same images."""
     seeds = len(results.runs(FULL))
 
     def difference(key: str) -> tuple[float, float]:
@@ -151,7 +151,7 @@ def quality(question: Question, results: Results) -> Draw:
 
 
 def heat_map(question: Question, results: Results) -> tuple[Draw, tuple[float, float]]:
-    """The cosine of each layer at each keep-ratio in all branches, and the size of the picture."""
+    """Plot the cosine of each layer at each keep-ratio in all branches. Also returns the size of the picture."""
     cases = [case for case in question.cases if case.series == EVERYWHERE and case.key in results.measured]
     layers = [name for name, *_ in results.measured[cases[0].key].layers] if cases else []
     table = [
@@ -182,7 +182,7 @@ def heat_map(question: Question, results: Results) -> tuple[Draw, tuple[float, f
 
 
 def mask_picture(image: Tensor, layout: Layout, kept: Tensor, side: int = 224) -> bytes:
-    """An image with the positions that a mask drops made pale, as PNG."""
+    """An image as PNG, with the positions that a mask drops made pale."""
     import torch
     from torchvision.transforms.v2.functional import to_pil_image
 

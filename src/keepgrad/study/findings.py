@@ -1,8 +1,8 @@
-"""What the figures of a study say.
+"""Conclusions from the results of a study.
 
-A setting is good enough if its gradients agree with exact ones (cosine and norm ratio of the whole gradient) and, where
-short trainings were run, if it does not train worse than full backprop. Of those, and the exact ones, the one with the
-least product of memory and time is recommended.
+A setting is good enough if its gradients agree with exact ones (cosine and norm ratio of the whole gradient) and, if
+short trainings were run, it does not train worse than full backprop. Among the settings that are good enough or exact,
+the one with the lowest product of memory and time is recommended.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ TOP1 = 0.005
 
 @dataclass(frozen=True)
 class Advice:
-    """The recommended setting, and others for those who need one thing above all.
+    """The recommended setting, the one that needs least memory and the fastest one.
 
-    `reduced` is False where no setting that reduces gradients is good enough, and exact ones are recommended.
+    `reduced` is False if no setting that reduces gradients is good enough, so that only exact ones are recommended.
     """
 
     best: str
@@ -36,7 +36,7 @@ class Advice:
 
 
 def front(results: Results) -> list[str]:
-    """The settings than which no other agrees better with less memory, the smallest first."""
+    """The Pareto front: no other setting has both a better cosine and fewer bytes. The smallest comes first."""
     rows = sorted(results.measured.items(), key=lambda item: (item[1].bytes, -item[1].cosine))
     found, best = [], -math.inf
     for key, one in rows:
@@ -61,25 +61,25 @@ def advice(results: Results) -> Advice:
 
 
 def is_good(key: str, one: Measured, results: Results) -> bool:
-    """Whether a setting agrees and, if that was tried, does not train worse than full backprop."""
+    """True if the gradients agree with exact ones and the short trainings, if any, are not worse than full backprop."""
     agrees = one.cosine >= COSINE and abs(one.norm_ratio - 1) <= NORM
     return agrees and not is_behind(results.against_full(key))
 
 
 def is_behind(differences: Sequence[float]) -> bool:
-    """Whether trainings are behind full backprop by more than half a point and twice the standard error."""
+    """True if accuracy is below full backprop by more than half a point and more than twice the standard error."""
     mean, error = mean_and_error(differences)
     return mean < -max(TOP1, 0.0 if math.isnan(error) else 2 * error)
 
 
 def code_of(key: str) -> str:
-    """The line that puts a setting into force."""
+    """The line of code that applies a setting to a model."""
     options = json.loads(key)
     return f"keepgrad.apply(model, {', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
 
 def answer(question: Question, results: Results) -> str:
-    """What was found, in a sentence or two."""
+    """The answer to a question, in a few sentences."""
     lines = {
         series: [case for case in cases if case.key in results.measured] for series, cases in question.lines().items()
     }
@@ -114,7 +114,7 @@ def _least_ratio(series: str, cases: Sequence[Case], results: Results) -> str:
 
 
 def _trained(question: Question, results: Results) -> list[str]:
-    """The settings of a question that trained worse than full backprop."""
+    """A sentence that names the settings that trained worse than full backprop; no sentence if none were trained."""
     runs = {case.key: results.against_full(case.key) for case in question.cases}
     if not any(runs.values()):
         return []

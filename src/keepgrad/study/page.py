@@ -1,4 +1,4 @@
-"""The report of a study: one HTML file that needs nothing else, for laptops and phones, light and dark."""
+"""The report of a study: one self-contained HTML file, for laptops and phones, in light and dark mode."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ def page(
     advice: Advice,
     masks: Mapping[float, Mapping[str, bytes]],
 ) -> str:
-    """The whole report.
+    """The whole report as HTML.
 
     Args:
-        about: what was studied and on what machine, to be shown as it is.
-        questions: what was asked.
-        results: what was found.
+        about: the model, a summary, and facts about the study and the machine, which are shown unchanged.
+        questions: the questions that were asked.
+        results: the results for all settings.
         front: the keys of the settings on the Pareto front.
         advice: the recommendation.
-        masks: pictures of the masks, as PNG, by ratio and kind.
+        masks: PNG pictures of the masks, by ratio and kind of mask.
     """
     title = f"keepgrad study of {about['model']}"
     parts = [
@@ -179,7 +179,7 @@ def _question(question: Question, results: Results) -> list[str]:
 
 
 def _tables(question: Question, results: Results) -> list[str]:
-    own = question.name == "presets"  # they have names of their own
+    own = question.name == "presets"  # presets have their own names
     named = {case.label if own else name_of(case.key): case.key for case in question.cases}
     left = [f"{name}: {results.left_out[key]}" for name, key in named.items() if key in results.left_out]
     said = "".join(f'<p class="soft">Left out: {html.escape(text)}</p>' for text in left)

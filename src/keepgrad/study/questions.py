@@ -1,4 +1,4 @@
-"""What is asked of a model: six sweeps, each a few settings of `keepgrad.apply` that differ in one thing.
+"""The questions of a study: six sweeps, each over a few settings of `keepgrad.apply` that differ in one option.
 
 | question  | what differs                                    | lines in its figure                                 |
 | ---       | ---                                             | ---                                                 |
@@ -10,8 +10,8 @@
 | attention | qkv, query, head, off, at 0.5                   | drop as in the paper, fold                          |
 | store     | full, int8                                      | everything kept; 0.5 in all branches                |
 
-Besides these, the presets are measured, and the settings that save least. The same setting in several questions is one
-setting.
+The presets and the settings that save the fewest bytes are measured as well. A setting that occurs in several questions
+is measured once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ EVERYWHERE, MLP_ONLY, QUERIES = "all branches", "MLPs only", "MLPs and queries"
 
 @dataclass(frozen=True)
 class Case:
-    """A setting in its place in the figure of a question."""
+    """A setting, and where it appears in the figure of a question: its label on the x axis, and its line."""
 
     label: str
     series: str
@@ -63,7 +63,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Question:
-    """`paper` is what the paper found."""
+    """One sweep. `cases` are the settings to compare; `paper` says what the paper found."""
 
     name: str
     title: str
@@ -79,13 +79,13 @@ class Question:
 
 
 def key_of(options: Options) -> str:
-    """A setting as text, the same for the same setting."""
+    """A setting as JSON text. Options that equal their defaults are left out, so equal settings have equal keys."""
     given = {name: value for name, value in options.items() if DEFAULTS.get(name) != value}
     return json.dumps(given, sort_keys=True)
 
 
 def name_of(key: str) -> str:
-    """A setting in words."""
+    """A short name for a setting, e.g. `fold 0.5, attention query`."""
     if key == FULL:
         return FULL
     options = json.loads(key)
@@ -107,13 +107,13 @@ def name_of(key: str) -> str:
 def questions(
     has_attention: bool, blocks: int, saved: Callable[[Options], int], own: Options | None = None
 ) -> list[Question]:
-    """What to ask of a model.
+    """The questions to ask about a model.
 
     Args:
-        has_attention: whether it has attention that can be reduced.
-        blocks: how many blocks it has.
-        saved: the bytes that a setting saves for backward.
-        own: a setting of the user's own, shown with the presets.
+        has_attention: whether the model has attention that can be reduced.
+        blocks: the number of its blocks.
+        saved: a function that returns the bytes a setting saves for backward.
+        own: the user's own setting, shown with the presets.
     """
 
     def both(ratio: float, **more: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -186,7 +186,7 @@ def questions(
 
 
 def _at_half(option: str, values: Sequence[str]) -> tuple[Case, ...]:
-    """The values of an option at 0.5: with drop as in the paper, and with fold."""
+    """A case for each value of an option at keep-ratio 0.5: with drop as in the paper, and with fold."""
     return tuple(
         Case(value, reduce, {"keep_ratio": 0.5, option: value, "reduce": reduce})
         for reduce in ("drop", "fold")
@@ -195,7 +195,7 @@ def _at_half(option: str, values: Sequence[str]) -> tuple[Case, ...]:
 
 
 def _without_preset(name: str, has_attention: bool) -> Options:
-    """The options that a preset stands for in a model, so that it is one setting with another that has the same."""
+    """The options that a preset stands for, so that an equal setting of another question is not measured twice."""
     options = dict(PRESETS[name])
     if "layers" in options:
         return {"preset": name}
@@ -207,13 +207,13 @@ def _without_preset(name: str, has_attention: bool) -> Options:
 
 
 def is_exact(key: str) -> bool:
-    """Whether a setting has the gradients of full backprop."""
+    """True if a setting gives the same gradients as full backprop."""
     options = json.loads(key)
     return options.get("keep_ratio") == 1 and "store" not in options
 
 
 def trained_as(key: str) -> str:
-    """The setting with the same gradients that is trained for this one: what is saved changes none of them."""
+    """The setting to train in place of this one. `save` does not change gradients, so it is left out."""
     if key == FULL:
         return FULL
     options = json.loads(key)
@@ -222,9 +222,9 @@ def trained_as(key: str) -> str:
 
 
 def _equal_memory(saved: Callable[[Options], int], blocks: int) -> dict[str, Options]:
-    """Ways to spread kept positions over the blocks, each with the ratio at which all save the same bytes.
+    """Ways to distribute the kept positions over the blocks. Ratios are chosen so that all save about the same bytes.
 
-    The bytes are those of 0.5 in all blocks, or more where one of the ways cannot do with so few.
+    The goal is the bytes saved with 0.5 in all blocks, or more if one of the ways cannot go that low.
     """
     half = max(1, blocks // 2)
 
@@ -253,7 +253,7 @@ def _equal_memory(saved: Callable[[Options], int], blocks: int) -> dict[str, Opt
 
 
 def _allowed(options: Options, saved: Callable[[Options], int]) -> bool:
-    """Whether the feature maps are large enough for a setting."""
+    """True if the feature maps are large enough for a setting."""
     try:
         saved(options)
     except MapTooSmallError:
@@ -264,7 +264,7 @@ def _allowed(options: Options, saved: Callable[[Options], int]) -> bool:
 def _ratio_at(
     goal: int, way: Callable[[float], Options], saved: Callable[[Options], int], low: float, steps: int = 7
 ) -> float:
-    """The ratio at which a way saves the most bytes within the goal."""
+    """The highest ratio at which `way` saves at most `goal` bytes, found by bisection."""
     high = 1.0
     if saved(way(0.5)) == goal:
         return 0.5
@@ -275,5 +275,5 @@ def _ratio_at(
 
 
 def all_keys(asked: Sequence[Question]) -> list[str]:
-    """Every setting once, in order."""
+    """The keys of all settings, each once, in order."""
     return list(dict.fromkeys(case.key for question in asked for case in question.cases))

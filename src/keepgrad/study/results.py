@@ -1,4 +1,4 @@
-"""What a study has found so far, in one file that is written anew after every setting; and as CSV."""
+"""The results of a study so far, in one file that is rewritten after every setting, and as CSV files."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ SAVED = ("about", "measured", "trained", "left_out")
 
 @dataclass(frozen=True)
 class Measured:
-    """A setting. `bytes`, `flops` and `time` are of a training step, against full backprop.
+    """What was measured for one setting.
 
-    `layers` has a name, a cosine and a norm ratio for each layer; None where a gradient is zero.
+    `bytes` (saved for backward), `flops` and `time` are those of a training step, divided by those of full backprop.
+    `layers` has a name, a cosine and a norm ratio for each layer; a value is None if it is undefined because a gradient
+    is zero.
     """
 
     cosine: float
@@ -43,7 +45,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Trained:
-    """A short training: the loss of its last tenth, the accuracy at its end, and its steps."""
+    """The result of a short training: mean loss over the last tenth of its steps, final accuracy, number of steps."""
 
     loss: float
     top1: float
@@ -52,9 +54,11 @@ class Trained:
 
 @dataclass
 class Results:
-    """By the key of a setting, and by seed. `left_out` has the settings that the model does not allow, and why.
+    """All results of a study.
 
-    All trainings that were ever run are kept; `steps` and `seeds` say which of them count now.
+    The keys of the dictionaries are settings (see `key_of`); those within `trained` are seeds. `left_out` has the
+    settings that cannot be used with the model, and why. Trainings from earlier runs of the study are kept too: only
+    those with `steps` steps and one of `seeds` are used now.
     """
 
     about: dict[str, Any]
@@ -70,16 +74,16 @@ class Results:
             partial.write_text(json.dumps({name: found[name] for name in SAVED}, indent=1))
 
     def of(self, keys: Sequence[str]) -> Results:
-        """The part of these settings."""
+        """The same results, with the measurements of these settings only."""
         return dataclasses.replace(self, measured={key: self.measured[key] for key in keys if key in self.measured})
 
     @classmethod
     def read(cls, path: Path, about: dict[str, Any]) -> Results:
-        """What is in a file.
+        """Read results from a file.
 
         Raises:
-            FileError: if it is not of a study.
-            ConfigError: if it is of another one.
+            FileError: if the file is not from a study.
+            ConfigError: if it is from a study with other settings.
         """
         try:
             found = json.loads(path.read_text())
@@ -103,7 +107,7 @@ class Results:
         return results
 
     def runs(self, key: str) -> dict[str, Trained]:
-        """The short trainings of a setting that count, by seed."""
+        """The short trainings of a setting that are used now, by seed."""
         found = self.trained.get(trained_as(key), {})
         return {seed: found[seed] for seed in self.seeds if seed in found and found[seed].steps == self.steps}
 
@@ -111,17 +115,17 @@ class Results:
         return [run.top1 for run in self.runs(key).values()]
 
     def loss(self, key: str) -> float:
-        """The mean; infinite if one of the trainings diverged, NaN if there is none."""
+        """The mean loss of the short trainings; infinite if one of them diverged, NaN if there are none."""
         losses = [run.loss for run in self.runs(key).values()]
         return statistics.fmean(losses) if losses else math.nan
 
     def against_full(self, key: str) -> list[float]:
-        """Differences in accuracy from full backprop, seed by seed."""
+        """The difference in accuracy from full backprop, for each seed."""
         plain = self.runs(FULL)
         return [run.top1 - plain[seed].top1 for seed, run in self.runs(key).items() if seed in plain]
 
     def write_csv(self, folder: Path, front: Sequence[str]) -> None:
-        """`study.csv`, a row for each setting, and `layers.csv`, a row for each layer of each."""
+        """Write `study.csv`, with a row per setting, and `layers.csv`, with a row per setting and layer."""
         head = [f.name for f in dataclasses.fields(Measured) if f.name != "layers"]
         with written_whole(folder / "study.csv") as partial, partial.open("w", newline="") as file:
             writer = csv.writer(file)
@@ -142,7 +146,7 @@ class Results:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and its standard error; NaN where there are too few values for it."""
+    """The mean and its standard error. Each is NaN if there are too few values for it."""
     mean = statistics.mean(values) if values else math.nan
     return mean, statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 

@@ -1,4 +1,4 @@
-"""A study from the first setting to the report. What is found is written after every setting, so that it can go on."""
+"""Runs a study, from the first setting to the report. Results are saved after every setting, for `--resume`."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from .subject import Subject, described
 
 __all__ = ["study"]
 
-SHOWN = (0.5, 0.25)  # keep-ratios of the masks that are shown
+SHOWN = (0.5, 0.25)  # the report shows masks at these keep-ratios
 
 
 def study(config: StudyConfig, output: Path) -> Table:
-    """Run or continue a study; the report is in `output` afterwards.
+    """Run or resume a study, and write the report to `output`.
 
     Returns:
-        The recommendation, with those for memory and time alone, as a table.
+        A table of the recommended setting, the fastest one and the smallest one.
 
     Raises:
-        ConfigError, InputError, NoSiteError: if the settings, the data or the model do not do.
+        ConfigError, InputError, NoSiteError: if the settings, the data or the model cannot be used.
         FileError: if the folder has a study already, or cannot be written.
-        StoppedError: on Ctrl-C; what was found is written.
+        StoppedError: on Ctrl-C; the results so far are saved.
     """
     path = output / "results.json"
     if path.exists() and not config.resume:
@@ -49,7 +49,7 @@ def study(config: StudyConfig, output: Path) -> Table:
     results.steps = config.train
     results.seeds = tuple(str(config.seed + number) for number in range(config.seeds)) if config.train else ()
     make_folder(output)
-    write_yaml(output / "config.yaml", config)  # not before: it would replace that of a study this one cannot continue
+    write_yaml(output / "config.yaml", config)  # only now: another study's file must not be replaced
     results.write(path)
     try:
         asked = _ask(subject, results, path)
@@ -64,12 +64,12 @@ def study(config: StudyConfig, output: Path) -> Table:
 
 
 def _ask(subject: Subject, results: Results, path: Path) -> list[Question]:
-    """Measure and train every setting that is not yet there."""
+    """Measure and train every setting that has no results yet. Returns the questions."""
     try:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     except ImportError:
         raise KeepgradError("a study needs rich: pip install 'keepgrad[report]'") from None
-    report_figures()  # says now, not at the end, if there is no matplotlib
+    report_figures()  # reports a missing matplotlib now, not at the end
 
     config = subject.config
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -81,7 +81,7 @@ def _ask(subject: Subject, results: Results, path: Path) -> list[Question]:
         progress.update(bar, description="equal memory", total=None)
         asked = questions(subject.has_attention, subject.blocks, subject.saved, config.setting())
         keys = all_keys(asked)
-        # In steps of training; those of a measurement are the draws, the timed ones and their like.
+        # Progress counts training steps. One measurement takes this many, for its draws, timed steps and so on.
         once = config.batches * (config.draws + 1) + 2 * (config.rounds + 1) + 2
         todo = [key for key in keys if key not in results.measured and key not in results.left_out]
         trainings = dict.fromkeys([FULL, *map(trained_as, keys)])
@@ -106,14 +106,14 @@ def _ask(subject: Subject, results: Results, path: Path) -> list[Question]:
             except DivergedError:
                 if options is None:
                     raise
-                run = Trained(math.inf, 0.0, config.train)  # a finding about this setting; the others go on
+                run = Trained(math.inf, 0.0, config.train)  # this is a result too; go on with the other settings
             results.trained.setdefault(key, {})[seed] = run
             results.write(path)
     return asked
 
 
 def _write(output: Path, subject: Subject, asked: list[Question], results: Results, best: Advice) -> None:
-    """The page, the CSV files and the pictures."""
+    """Write the page, the CSV files and the pictures."""
     on_front = front(results)
     results.write_csv(output, on_front)
     with written_whole(output / "pareto.png") as partial:

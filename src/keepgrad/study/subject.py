@@ -1,4 +1,4 @@
-"""What is studied: a model with its weights and its images. One setting at a time, always from the same weights."""
+"""The model, weights and images of a study. Settings are measured one at a time, always from the same weights."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from .results import Measured, Trained
 
 __all__ = ["Subject", "described"]
 
-EVALUATED = 2000  # images, at most, that a short training is evaluated on
+EVALUATED = 2000  # maximum number of images that a short training is evaluated on
 
 
 def described(config: StudyConfig) -> StudyConfig:
-    """The settings with the model that a checkpoint of `train` is of, where none is given."""
+    """If no model is given, add the model that is named in the checkpoint, which `train` wrote."""
     if config.model is not None or config.checkpoint is None:
         return config
     about = read_weights(Path(config.checkpoint))[1] if config.checkpoint.endswith(".safetensors") else {}
@@ -52,11 +52,11 @@ def described(config: StudyConfig) -> StudyConfig:
 
 
 class Subject:
-    """A model of timm on images.
+    """A timm model and the images to study it on.
 
     Raises:
         NoSiteError: if the model has no block that keepgrad knows.
-        InputError: if there are fewer images than a study takes.
+        InputError: if there are fewer images than a study needs.
     """
 
     def __init__(self, config: StudyConfig) -> None:
@@ -75,7 +75,7 @@ class Subject:
                 f"the data has {len(self.task.source)} training images, but {config.batches} batches of "
                 f"{config.batch_size} need {wanted}; lower batch_size or batches"
             )
-        # As evaluation sees images, without augmentation: what is compared is the gradient of one batch.
+        # Images are prepared as in evaluation, without augmentation: the gradients of the same batch are compared.
         self.task.transform = create_transform(**self.task.data_config, is_training=False)
         sites = plan(self.model, keep_ratio=0.5).sites
         self.blocks = len({block.index for block in find_blocks(self.model)})
@@ -84,7 +84,7 @@ class Subject:
         self.full = cost(self.model, *self.batches[0], F.cross_entropy)
 
     def about(self) -> dict[str, Any]:
-        """What makes this study another one than that of other settings."""
+        """Settings that identify a study: two studies with different values here must not share results."""
         what = ("model", "model_kwargs", "size", "crop_pct", "data", "val")
         how = ("batch_size", "batches", "draws", "prepare", "lr", "seed")
         about = {name: getattr(self.config, name) for name in what + how}
@@ -93,7 +93,7 @@ class Subject:
         return about
 
     def prepare(self, path: Path, advance: Callable[[int], None]) -> None:
-        """Weights to study: those in a file, or those after some steps of full backprop, which are then written."""
+        """Load the weights to study from a file. If it does not exist, train with full backprop first and write it."""
         if path.exists():
             self.model.load_state_dict(read_weights(path)[0])
             advance(self.config.prepare)
@@ -102,7 +102,7 @@ class Subject:
         write_weights(path, self.model.state_dict(), self.task.about())
 
     def saved(self, options: Mapping[str, Any]) -> int:
-        """The bytes that a setting saves for backward, for one image."""
+        """The bytes that a setting saves for backward with a batch of one image."""
         image = self.batches[0][0][:1]
         apply(self.model, **options)
         try:
@@ -112,10 +112,10 @@ class Subject:
             remove(self.model)
 
     def measure(self, options: Mapping[str, Any]) -> Measured:
-        """Agreement with exact gradients, and what a step takes.
+        """Measure the agreement with exact gradients, and the memory, FLOPs and time of a step.
 
         Raises:
-            MapTooSmallError: if the feature maps are smaller than a group of the mask.
+            MapTooSmallError: if the feature maps are too small for the mask: smaller than one of its groups.
         """
         torch.manual_seed(self.config.seed)
         apply(self.model, **options)
@@ -135,7 +135,7 @@ class Subject:
         )
 
     def _time(self) -> float:
-        """Of a step of the patched model, against full backprop."""
+        """The time of a step of the patched model, divided by that of full backprop."""
 
         def kept() -> None:
             images, labels = self.batches[0]
@@ -151,7 +151,7 @@ class Subject:
         return seconds["kept"] / seconds["full"]
 
     def train(self, options: Mapping[str, Any] | None, seed: int, advance: Callable[[int], None]) -> Trained:
-        """A short training from the weights that are studied; with full backprop where there are no options."""
+        """Run a short training from the studied weights. With `options=None`, it uses full backprop."""
         model = copy.deepcopy(self.model)
         if options is not None:
             apply(model, **options)
@@ -163,7 +163,7 @@ class Subject:
         return Trained(statistics.mean(losses[-max(1, len(losses) // 10) :]), found.top1, config.train)
 
     def _steps(self, model: nn.Module, steps: int, seed: int, advance: Callable[[int], None]) -> list[float]:
-        """Train in place by AdamW, with a warm-up and a cosine; the losses."""
+        """Train a model in place with AdamW, a warm-up and a cosine schedule. Returns the losses."""
         optimizer = torch.optim.AdamW(model.parameters(), self.config.lr, weight_decay=0.05)
         warm_up = max(1, steps // 10)
 
@@ -189,7 +189,7 @@ class Subject:
         return losses
 
     def _stream(self, seed: int) -> Iterator[Batch]:
-        """Training batches without end."""
+        """Yield training batches without end."""
         task = self.task
         task.order = Batches(len(task.source), self.config.batch_size, seed, True)
         epoch = 0
@@ -198,12 +198,12 @@ class Subject:
             epoch += 1
 
     def masks(self, ratio: float) -> tuple[Tensor, dict[str, tuple[Layout, Tensor]]]:
-        """An image as it looks; for each kind of mask a feature map that shows it, and the positions kept in it."""
+        """An image with its original colours, and a feature map and its kept positions for each kind of mask."""
         image = self.batches[0][0][:1]
         found = {}
         for mask in IMAGE_MASKS:
             torch.manual_seed(self.config.seed)
-            # Without attention: in windows it has masks of one window, not of the image.
+            # Attention is off: window attention has masks for one window, not for the whole image.
             apply(self.model, keep_ratio=ratio, mask=mask, reduce="drop", attention="off")
             try:
                 self.model.train()

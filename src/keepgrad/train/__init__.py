@@ -1,13 +1,14 @@
-"""Training on timm's parts, run by accelerate.
+"""Training, built from timm's models, data and optimizers, and run by accelerate.
 
 | file       | what                                                                                         |
 | ---        | ---                                                                                          |
 | config     | the settings of a training run, and the paper's recipes                                      |
-| loop/      | the loop of any task, its state, its record, how it stops, and two runs side by side         |
-| classify   | image classification, as a task of the loop                                                  |
-| detect/    | detection and segmentation, as a task of the loop, with its detectors                        |
+| loop/      | the training loop for any task: its state, its records, how it stops, side-by-side runs      |
+| classify   | the image classification task that the loop trains                                           |
+| detect/    | the detection and segmentation task that the loop trains, and its detectors                  |
 
-All randomness of a step is a function of the seed, the number of the step and that of the process, and that of an
-image a function of the seed, the epoch and the image. So a run is continued by its weights, its optimizer and the
-number of the step; neither random states nor the number of loader processes matter.
+The random numbers of a step depend only on the seed, the step number, the batch within the step and the process
+number. The random numbers for an image depend only on the seed, the epoch and the image. So a run can be resumed from
+its weights, its optimizer state and its step number. No random states need to be saved, and the number of loader
+processes may change.
 """

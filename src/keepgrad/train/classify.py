@@ -1,4 +1,4 @@
-"""Image classification: models, data, augmentation and metrics of timm, as a task of the loop."""
+"""The image classification task: timm's models, data and augmentation, and accuracy, for the training loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Classification:
-    """A model of timm on images with labels. Satisfies `loop.Task`."""
+    """Trains a timm model on images with labels. Implements `loop.Task`."""
 
     goal = "top1"
     shown: tuple[str, ...] = ("val_loss", "top1", "top5")
@@ -77,13 +77,13 @@ class Classification:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         images, labels = batch
         if self.mixup is not None:
-            # It works in place; labels are then shares of classes, already smoothed.
+            # Mixup works in place, so it gets a copy. Its labels are class probabilities, already smoothed.
             images, labels = self.mixup(images.clone(), labels)
             return F.cross_entropy(model(images), labels)
         return F.cross_entropy(model(images), labels, label_smoothing=self.config.smoothing)
 
     def sample(self, count: int = 256) -> Batch:
-        """Training images, so many that a step takes its time."""
+        """Up to `count` training images with their labels: enough that the time of a step can be measured."""
         images, labels = zip(*itertools.islice(self.batches(0, 0), -(-count // self.config.batch_size)), strict=True)
         return torch.cat(images)[:count], torch.cat(labels)[:count]
 
@@ -105,11 +105,11 @@ class Classification:
         }
 
     def write(self, output: Path) -> None:
-        """There are none besides those of the loop."""
+        """Write nothing: the loop writes all files that classification needs."""
 
 
 class Metrics:
-    """Sums over evaluated images."""
+    """Mean loss and accuracy over the evaluated images. The arguments are sums over these images."""
 
     def __init__(self, count: float, loss: float, first: float, fifth: float) -> None:
         self.count, self.loss, self.top1, self.top5 = int(count), loss / count, first / count, fifth / count
@@ -119,7 +119,7 @@ class Metrics:
 def evaluate(
     model: nn.Module, source: Source, data_config: dict[str, Any], batch_size: int, workers: int, accelerator: Any
 ) -> Metrics:
-    """Loss and accuracy over all images, each once, whatever the number of processes."""
+    """Loss and accuracy over all images. Every image counts once, with any number of processes."""
     place = {"process": accelerator.process_index, "processes": accelerator.num_processes}
     order = Batches(len(source), batch_size, 0, False, **place)
     transform = _transform(data_config, is_training=False)
@@ -138,10 +138,10 @@ def evaluate(
 
 
 def train_sources(config: TrainConfig) -> tuple[Source, Source]:
-    """Images to train on and to evaluate on.
+    """Return the images to train on and the images to evaluate on.
 
     Raises:
-        InputError: if they cannot be read, or have different classes.
+        InputError: if images cannot be read, or the two have different classes.
     """
     if config.data is None:
         return digits.sources()
@@ -166,10 +166,10 @@ def train_sources(config: TrainConfig) -> tuple[Source, Source]:
 
 
 def open_weights(path: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """A model with weights that `train` wrote, and what they are for.
+    """Load weights that `train` wrote. Returns the model, and the description of the model stored with the weights.
 
     Raises:
-        ConfigError: if the file has weights of something else.
+        ConfigError: if the file does not describe its model, or its weights do not fit that model.
     """
     weights, about = read_weights(path)
     if "model_kwargs" not in about:
@@ -184,7 +184,7 @@ def open_weights(path: Path) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _model_options(config: TrainConfig, source: Source) -> dict[str, Any]:
-    """What the model is made with."""
+    """The keyword arguments to create the model with."""
     options = dict(config.model_kwargs or {})
     if source.classes:
         given = options.setdefault("num_classes", len(source.classes))
@@ -205,15 +205,15 @@ def _create(config: TrainConfig, options: dict[str, Any]) -> nn.Module:
         path = Path(config.pretrained)
         if not path.is_file():
             raise ConfigError(f"pretrained={config.pretrained}: there is no such file")
-        # timm leaves the classifier out where the number of classes differs, and fits what depends on the image size.
-        # The weights that timm itself has for the model may need a loader of their own; these do not.
+        # timm skips the classifier if the number of classes differs, and resizes weights that depend on the image size.
+        # timm's own weights for this model may need a custom loader; the weights in this file do not.
         overlay = {"file": str(path), "num_classes": _classes_in(path, config, options), "custom_load": False}
         return models.create(config.model, size=config.size, pretrained=True, pretrained_cfg_overlay=overlay, **options)
     return models.create(config.model, size=config.size, pretrained=True, **options)
 
 
 def _classes_in(path: Path, config: TrainConfig, options: dict[str, Any]) -> int:
-    """The number of classes that the weights in a file are for."""
+    """The number of classes of the classifier whose weights are in the file."""
     from timm.models import load_state_dict
 
     with torch.device("meta"):
@@ -234,7 +234,7 @@ def _classes_in(path: Path, config: TrainConfig, options: dict[str, Any]) -> int
 
 
 def _data_config(model: nn.Module, config: TrainConfig, options: dict[str, Any]) -> dict[str, Any]:
-    """Size, crop and normalisation of images for a model."""
+    """How to prepare images for a model: size, crop and normalisation."""
     from timm.data import resolve_data_config
 
     channels = options.get("in_chans", 3)
@@ -258,10 +258,10 @@ def _mixup(config: TrainConfig, classes: int) -> Any:
 
 
 def _transform(data_config: dict[str, Any], **options: Any) -> Any:
-    """A transform of timm that has been tried on an image.
+    """Create a timm transform, and try it on one blank image.
 
     Raises:
-        ConfigError: if it cannot be made, or fails.
+        ConfigError: if the transform cannot be created, or fails on the image.
     """
     from PIL import Image
     from timm.data import create_transform
@@ -281,7 +281,7 @@ def _transform(data_config: dict[str, Any], **options: Any) -> Any:
 
 
 def _keep_a_bit(transform: Any) -> None:
-    """timm's posterize may ask for no bits, which Pillow refuses from version 13 on; here it keeps one at least."""
+    """Make posterize keep at least one bit. timm may ask for 0 bits, which Pillow refuses from version 13 on."""
     from timm.data.auto_augment import posterize
 
     for part in transform.transforms:

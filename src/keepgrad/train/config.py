@@ -1,4 +1,4 @@
-"""The settings of a training run, each a command-line flag and a line of YAML; and the paper's recipes."""
+"""The settings of a training run, and the paper's recipes. Each setting is a command-line flag and a YAML key."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["DETECTORS", "RECIPES", "DetectConfig", "RunFlags", "TrainConfig"]
 
 DETECTORS = ("mask_rcnn", "cascade_mask_rcnn")
 SMALLEST = 32
-"""Pixels a side of the smallest images of detection: the coarsest features have one position for so many."""
+"""Smallest image side for detection, in pixels. The coarsest feature map has a stride of 32 pixels."""
 
 
 def arguments(value: Any) -> dict[str, Any]:
-    """Arguments of a model: a dictionary, or a text like `img_size=32,patch_size=4`."""
+    """Parse the arguments of a model, given as a dictionary or as text like `img_size=32,patch_size=4`."""
     return architecture(pairs(value) if isinstance(value, str) else value)
 
 
 def rule(text: Any) -> str:
-    """A rule of timm's augmentation: a name, then letters with numbers. timm skips other sections without a word."""
+    """Check a rule for timm's augmentation, e.g. `rand-m9-mstd0.5`. timm silently ignores parts it does not know."""
     sections = r"(-(mstd|mmax|inc|[mnpwdab])\d{1,3}(\.\d+)?|-t(weights|3aw|3a))*"
     if not isinstance(text, str) or not re.fullmatch(r"(original|originalr|v0|v0r|3a|rand|augmix)" + sections, text):
         raise ValueError("give a rule of timm, e.g. rand-m9-mstd0.5-inc1, original-mstd0.5 or augmix-m5-w4-d2")
@@ -47,7 +47,7 @@ SEED = Numbers(int, least=0, most=2**64 - 1)
 
 @dataclass(frozen=True)
 class RunFlags(KeepConfig):
-    """What every kind of training has: keepgrad's settings, optimizer, schedule, precision, processes, output."""
+    """Settings shared by all tasks: keepgrad's own, optimizer, learning rate, precision, processes, output."""
 
     full: bool = flag(False, "full backprop: train without keepgrad", action="store_true")
     epochs: int = flag(100, "passes over the data", type=COUNT)
@@ -96,7 +96,7 @@ class RunFlags(KeepConfig):
             raise ConfigError("resume: give the output folder of the run to continue")
 
     def keep_config(self) -> KeepConfig:
-        """What `keepgrad.apply` gets. Masks follow from the seed of the run, as all else that is random does."""
+        """The settings to pass to `keepgrad.apply`. They have no seed: masks are drawn from the seed of the run."""
         return KeepConfig(**self._given())
 
     def _given(self) -> dict[str, Any]:
@@ -104,12 +104,12 @@ class RunFlags(KeepConfig):
         return {name: value for name, value in values.items() if value is not None and name != "seed"}
 
     def without_keepgrad(self: R) -> R:
-        """The same training with full backprop."""
+        """The same settings, but with full backprop."""
         off: dict[str, Any] = dict.fromkeys(self._given())
         return dataclasses.replace(self, **off, full=True)
 
     def accumulation(self, processes: int) -> int:
-        """Batches an optimizer step is made of."""
+        """The number of batches per process in one optimizer step."""
         if self.global_batch is None:
             return self.accumulate
         count, rest = divmod(self.global_batch, self.batch_size * processes)
@@ -121,10 +121,10 @@ class RunFlags(KeepConfig):
         return count
 
     def split(self: R, samples: int, processes: int) -> R:
-        """The same training in steps of `samples` samples, over another number of processes.
+        """The same settings for `processes` processes, with `samples` samples per step over all of them.
 
         Raises:
-            ConfigError: if the processes cannot have as many samples each.
+            ConfigError: if the samples cannot be divided equally among the processes.
         """
         share, rest = divmod(samples, processes)
         if rest or not share:
@@ -132,7 +132,7 @@ class RunFlags(KeepConfig):
                 f"the run has steps of {samples} samples, which {processes} processes cannot share equally; start "
                 f"a number of processes that divides {samples}"
             )
-        # As it is, if that goes; else even, for mixup; else the largest.
+        # Keep the batch size if possible. Otherwise prefer an even one (mixup needs pairs), then the largest.
         sizes = [size for size in range(1, self.batch_size + 1) if share % size == 0]
         size = max(sizes, key=lambda size: (size == self.batch_size, size % 2 == 0, size))
         return dataclasses.replace(self, batch_size=size, accumulate=1, global_batch=samples)
@@ -140,7 +140,7 @@ class RunFlags(KeepConfig):
 
 @dataclass(frozen=True)
 class TrainConfig(RunFlags):
-    """Image classification."""
+    """Settings for image classification."""
 
     data: str | None = flag(None, "images: a folder with train/ and val/, or of classes, or a tar (default: digits)")
     val: str | None = flag(None, "images to evaluate on, where --data has no val/; else a tenth is held out")
@@ -178,7 +178,7 @@ class TrainConfig(RunFlags):
 
 @dataclass(frozen=True)
 class DetectConfig(RunFlags):
-    """Detection and instance segmentation."""
+    """Settings for detection and instance segmentation."""
 
     data: str | None = flag(None, "a folder in the layout of COCO: annotations/, train2017/, val2017/")
     detector: str = flag("mask_rcnn", "what to train", choices=list(DETECTORS))
@@ -200,7 +200,7 @@ class DetectConfig(RunFlags):
     pictures: int = flag(
         8, "evaluated images that are drawn with what was found", type=Numbers(int, least=0), metavar="N"
     )
-    # What detection is usually trained with.
+    # Other defaults than in RunFlags: the usual ones for detection.
     epochs: int = flag(12, "passes over the data", type=COUNT)
     batch_size: int = flag(2, "images a process takes at a time", type=COUNT, metavar="N")
     lr: float = flag(1e-4, "the highest learning rate", type=FROM_0)
@@ -216,7 +216,7 @@ class DetectConfig(RunFlags):
             raise ConfigError("backbone_kwargs: images of detection have 3 channels; leave out in_chans")
 
     def side_lengths(self) -> tuple[int, ...]:
-        """The lengths that the shorter side may have."""
+        """The lengths that the shorter side may have, in pixels, e.g. 480, 512, ..., 800."""
         try:
             first, _, last = self.sizes.partition("-")
             low, high = int(first), int(last or first)
@@ -230,7 +230,7 @@ class DetectConfig(RunFlags):
         return (*range(low, high, 32), high)
 
 
-# The published scripts of the paper: ImageNet, 300 epochs. The batch is per GPU; its memory table has these sizes.
+# From the paper's published scripts: ImageNet, 300 epochs. Batch sizes are per GPU, as in the paper's memory table.
 _IMAGENET: dict[str, Any] = {
     "epochs": 300,
     "warmup_epochs": 20.0,

@@ -2,8 +2,8 @@
 
 | file       | what                                                                                         |
 | ---        | ---                                                                                          |
-| task       | detection on data in COCO's layout, as a task of the loop                                    |
-| detectors  | Mask R-CNN and Cascade Mask R-CNN on backbones of timm                                       |
+| task       | the detection task that the loop trains, on data in COCO's layout                            |
+| detectors  | Mask R-CNN and Cascade Mask R-CNN on timm backbones                                          |
 | cascade    | the heads of Cascade R-CNN                                                                   |
 """
 

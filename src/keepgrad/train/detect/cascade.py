@@ -1,9 +1,9 @@
-"""Cascade R-CNN's heads: three box heads after one another, each on the boxes of the one before, and one mask head.
+"""The heads of Cascade R-CNN: three box heads in a row, each working on the boxes of the previous one, and a mask head.
 
-Every stage is a `RoIHeads` of torchvision, with its own threshold of overlap and its own scale of box offsets; this
-file adds only what lies between them. Boxes are refined without regard to the class, without gradients, and matched
-anew with the ground truth by the next stage. At the end, class scores are the mean over the stages, boxes those of the
-last.
+Each stage is one of torchvision's `RoIHeads`, with its own IoU threshold and its own scale of box offsets. This file
+only adds the steps between the stages. A stage moves each box by the same offsets for all classes, and no gradient
+flows through the moved boxes. The next stage matches them with the ground truth again. In the end, the class scores are
+the mean over the stages, and the boxes are those of the last stage.
 
 | stage | IoU of a positive | weights of box offsets | weight of the loss |
 | ---   | ---               | ---                    | ---                |
@@ -36,7 +36,7 @@ STAGES = (
 
 
 class CascadeHeads(nn.Module):
-    """Takes the place of the `roi_heads` of a Mask R-CNN, whose pooling, mask head and thresholds it takes over."""
+    """Replaces the `roi_heads` of a Mask R-CNN, and reuses their pooling, mask head and thresholds."""
 
     def __init__(self, heads: RoIHeads, channels: int, classes: int, width: int = 1024) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class CascadeHeads(nn.Module):
         image_shapes: list[tuple[int, int]],
         targets: Targets | None = None,
     ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-        """Detections in evaluation, losses in training, the other empty."""
+        """Returns detections and losses. The detections are empty in training, the losses in evaluation."""
         if self.training:
             assert targets is not None
             return [], self.losses(features, proposals, image_shapes, targets)
@@ -107,7 +107,7 @@ class CascadeHeads(nn.Module):
             if number + 1 < len(self.stages):
                 boxes = self.refined(stage, moves, boxes, image_shapes)
         last: Any = self.stages[-1]
-        # Its softmax of the logarithm of probabilities is these probabilities.
+        # It applies a softmax, and the softmax of the log of probabilities gives these probabilities back.
         found = last.postprocess_detections(
             torch.stack(scores).mean(0).log(), moves.repeat(1, self.classes), boxes, image_shapes
         )
@@ -117,7 +117,7 @@ class CascadeHeads(nn.Module):
         return [{**one, "masks": own} for one, own in zip(results, masks, strict=True)]
 
     def matched(self, stage: Any, boxes: Boxes, targets: Targets) -> tuple[Boxes, Boxes, Boxes]:
-        """For each box the ground truth it is compared with, its label at this stage's overlap, and its offsets."""
+        """Match boxes with the ground truth. Returns the index of each match, the labels and the target offsets."""
         truth = [t["boxes"].to(own.dtype) for t, own in zip(targets, boxes, strict=True)]
         matched, labels = stage.assign_targets_to_proposals(boxes, truth, [t["labels"] for t in targets])
         goals = [
@@ -126,7 +126,7 @@ class CascadeHeads(nn.Module):
         return matched, labels, stage.box_coder.encode(goals, boxes)
 
     def refined(self, stage: Any, moves: Tensor, boxes: Boxes, image_shapes: list[tuple[int, int]]) -> Boxes:
-        """The boxes where a stage moves them, inside their images; no gradient goes through them."""
+        """Move the boxes by the offsets of a stage, and clip them to their images. No gradient flows through them."""
         moved = stage.box_coder.decode(moves.detach(), boxes).squeeze(1).split([len(own) for own in boxes])
         return [clip_boxes_to_image(own, shape) for own, shape in zip(moved, image_shapes, strict=True)]
 
@@ -140,7 +140,7 @@ class CascadeHeads(nn.Module):
 
 
 class _ClassAgnostic(FastRCNNPredictor):
-    """Scores for every class, and one set of box offsets for all of them."""
+    """Predicts a score for every class, and one set of box offsets shared by all classes."""
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__(width, classes)
@@ -148,7 +148,7 @@ class _ClassAgnostic(FastRCNNPredictor):
 
 
 def _not_empty(boxes: Tensor, otherwise: Tensor) -> Tensor:
-    """The boxes that have an area; where none has, those from before, so that there is a loss to look at."""
+    """The boxes that are not empty. If all are empty, the boxes in `otherwise`, so that there still is a loss."""
     index = remove_small_boxes(boxes, min_size=1e-2)
     return boxes[index] if len(index) else otherwise
 

@@ -1,7 +1,7 @@
-"""Mask R-CNN and Cascade Mask R-CNN of torchvision's parts, on a backbone of timm.
+"""Mask R-CNN and Cascade Mask R-CNN, built from torchvision's parts on a timm backbone.
 
-The backbone gives the features of its four stages, each with a norm of its own, to a feature pyramid. A plain ViT has
-one resolution: its last features become four by (un)pooling, the simple feature pyramid of ViTDet.
+The backbone has four stages. The features of each go through their own norm into a feature pyramid. A plain ViT has
+only one resolution: its last features are resized to four resolutions, as in the simple feature pyramid of ViTDet.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .cascade import CascadeHeads
 __all__ = ["Backbone", "Detector", "detector"]
 
 MULTI_SCALE = tuple(range(480, 801, 32))
-POOLED = 7  # the side of a region as the box heads see it
+POOLED = 7  # side of the feature map that the box heads get for a region
 
 
 class Backbone(nn.Module):
-    """A model of timm as four feature maps of `out_channels`, of strides 4 to 32, and a pooled fifth one."""
+    """A timm model with a feature pyramid: four maps of `out_channels` channels, strides 4 to 32, and a pooled one."""
 
     def __init__(self, name: str, channels: int = 256, **options: Any) -> None:
         super().__init__()
@@ -67,18 +67,18 @@ class Backbone(nn.Module):
 
 
 class Detector(MaskRCNN):
-    """torchvision's Mask R-CNN with what training asks of a model: checkpointing, and layers for layer decay."""
+    """torchvision's Mask R-CNN, with the methods that training calls for checkpointing and for layer decay."""
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         for module in self.backbone.body.modules():
             if hasattr(module, "grad_checkpointing"):
                 module.grad_checkpointing = enable
-        # Blocks are checkpointed by their stages, not also by the container of the stages.
+        # The stages already checkpoint their blocks, so the container of the stages must not do it again.
         if hasattr(self.backbone.body, "grad_checkpointing"):
             self.backbone.body.grad_checkpointing = False
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """The layers of the backbone in their order; everything behind it is the last one."""
+        """Patterns that assign parameters to layers, in order. Everything after the backbone is the last layer."""
         body = r"^backbone\.body\."
         stages = [
             (body + r"(?:stages|layers)_(\d+)\.downsample", (0,)),
@@ -105,15 +105,15 @@ def detector(
 
     Args:
         kind: one of `DETECTORS`.
-        backbone: a model of timm: any ConvNeXt or Swin, any other with four stages, or a ViT.
+        backbone: a timm model: any ConvNeXt or Swin, any other with four stages, or a ViT.
         classes: the number of classes.
-        sizes: lengths of the shorter side; one of them at random in training, the last in evaluation.
-        max_size: the longest length of the longer side.
-        channels: of the feature pyramid and the mask head.
-        width: of the box heads.
-        anchor: the side of the smallest anchors; each level doubles it.
-        rois: regions of an image that the heads are trained on.
-        backbone_options: what the backbone is made with.
+        sizes: lengths of the shorter side. Training takes one at random, evaluation the last.
+        max_size: the maximum length of the longer side.
+        channels: number of channels of the feature pyramid and the mask head.
+        width: number of features in the box heads.
+        anchor: side of the smallest anchors, in pixels. It doubles from level to level.
+        rois: number of regions per image that the heads are trained on.
+        backbone_options: keyword arguments to create the backbone with.
 
     Raises:
         ConfigError: if there is no such detector or backbone.
@@ -141,12 +141,12 @@ def detector(
 
 
 def _in_full_precision(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Box offsets in float32: torchvision gives boxes their type, and bf16 has no whole numbers above 256."""
+    """Convert box offsets to float32. Boxes get the dtype of the offsets, and bf16 lacks most integers above 256."""
     return tree_map_only(Tensor, lambda t: t.float() if t.dtype.itemsize < 4 else t, output)
 
 
 def _simple_pyramid(width: int) -> nn.ModuleList:
-    """From stride 16 to strides 4, 8, 16 and 32."""
+    """Layers that turn a feature map of stride 16 into maps of strides 4, 8, 16 and 32."""
     twice = nn.Sequential(
         nn.ConvTranspose2d(width, width, 2, 2), LayerNorm2d(width), nn.GELU(), nn.ConvTranspose2d(width, width, 2, 2)
     )

@@ -1,4 +1,4 @@
-"""Detection and instance segmentation on data in COCO's layout, as a task of the loop."""
+"""The detection and instance segmentation task that the loop trains, on data in COCO's layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Batch = tuple[list[Tensor], list[dict[str, Tensor]]]
 
 
 class Detection:
-    """A detector on images with boxes and masks. Satisfies `loop.Task`."""
+    """Trains a detector on images with boxes and masks. Implements `loop.Task`."""
 
     goal = "box_ap"
     shown: tuple[str, ...] = ("box_ap", "box_ap50", "mask_ap", "mask_ap50")
@@ -84,7 +84,7 @@ class Detection:
             for target, one in zip(targets, model(images), strict=True):
                 image = int(target["image_id"])
                 found[image] = to_coco(image, one, self.category_of)
-        # An image may have come twice: to fill a batch of every process, or in place of one that cannot be read.
+        # An image may occur twice: repeated so that all processes have as many, or in place of an unreadable one.
         merged = dict(gather_object(list(found.items())))
         self.results = [row for image in sorted(merged) for row in merged[image]]
         return average_precision(self.val, self.results)
@@ -104,7 +104,7 @@ class Detection:
         }
 
     def write(self, output: Path) -> None:
-        """Predictions in COCO's form, and pictures of some."""
+        """Write all predictions in COCO's results format, and pictures of some."""
         with written_whole(output / "predictions.json") as partial:
             partial.write_text(json.dumps(self.results))
         folder = output / "pictures"
@@ -138,6 +138,6 @@ PALETTE = ("#e41a1c", "#377eb8", "#4daf4a", "#984ea3", "#ff7f00", "#a65628", "#f
 
 
 def _listed(samples: list[Any]) -> Any:
-    """Images and targets as two lists: they have different sizes."""
+    """Collate samples into a list of images and a list of targets. Their sizes differ, so they cannot be stacked."""
     broken = next((sample for sample in samples if isinstance(sample, Unreadable)), None)
     return broken or tuple(map(list, zip(*samples, strict=True)))

@@ -1,12 +1,12 @@
-"""The loop of a training run, for any task.
+"""The training loop, for any task.
 
 | file         | what                                                                                       |
 | ---          | ---                                                                                        |
 | trainer      | steps, evaluation, checkpoints, signals                                                    |
-| state        | what `--resume` continues from, and weights for others                                     |
-| record       | metrics.csv, TensorBoard, the picture of the curves, the progress bar                      |
-| stop         | how a run stops: at a signal, and with the other processes                                 |
-| side_by_side | a task with full backprop and with keepgrad, compared                                      |
+| state        | the saved state that `--resume` continues from, and weight files for use elsewhere         |
+| record       | metrics.csv, TensorBoard, the plot of the curves, the progress bar                         |
+| stop         | how a run stops: on a signal, or when another process fails                                |
+| side_by_side | trains a task with full backprop and with keepgrad, and compares the two                   |
 """
 
 from .trainer import Outcome, Task, Trainer, accelerator_for, fitted

@@ -1,6 +1,7 @@
-"""What a run shows and writes: a progress bar, metrics.csv, TensorBoard's events and a picture of the curves.
+"""What a run shows and writes: a progress bar, metrics.csv, TensorBoard events and a plot of the curves.
 
-All files follow from the history in the state, so that a resumed run makes them as an unbroken one would.
+metrics.csv and the plot are made from the history in the state, so a resumed run writes the same files as a run that
+was never interrupted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["Record", "peak_memory"]
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most memory used so far: of the accelerator, or of the process on the CPU."""
+    """The peak memory so far: of the device on CUDA, otherwise of this process. 0 where it cannot be measured."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -35,7 +36,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Record:
-    """The display and the files of one run; where `on` is False (all processes but the first), none."""
+    """The progress bar and the files of one run. With `on=False` (all processes but the first) it does nothing."""
 
     def __init__(self, output: Path, on: bool, title: str, shown: Sequence[str], steps: int, step: int) -> None:
         self.output, self.on = output, on
@@ -66,7 +67,7 @@ class Record:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.on:
             self.progress.stop()
-            with suppress(OSError):  # a full disk has been said
+            with suppress(OSError):  # an error such as a full disk has already been reported
                 self.events.close()
 
     def print(self, line: str) -> None:
@@ -74,13 +75,13 @@ class Record:
             self.progress.console.print(line, highlight=False, soft_wrap=True)
 
     def step(self, step: int, loss: float, rate: float, device: torch.device) -> None:
-        """A step is over; `rate` is in samples a second."""
+        """Update the progress bar after a step. `rate` is in samples per second."""
         if self.on:
             facts = f"loss {loss:.3f}  {rate:.0f}/s  {readable_bytes(peak_memory(device))}"
             self.progress.update(self.task, completed=step, facts=facts)
 
     def epoch(self, history: Sequence[Mapping[str, float]]) -> None:
-        """An epoch is over: its line, and the files anew."""
+        """After an epoch, print a line about it and update the files."""
         if not self.on:
             return
         row = history[-1]
@@ -106,7 +107,7 @@ def _short(name: str, value: float) -> str:
 
 
 def curves(history: Sequence[Mapping[str, float]], shown: Sequence[str]) -> Any:
-    """Losses over the epochs, and other measures of quality beside them."""
+    """Plot the metrics over the epochs: losses on the left, the others on the right."""
     figure = figures().Figure(figsize=(9, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     epochs = [row["epoch"] for row in history]

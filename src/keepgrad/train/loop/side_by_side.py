@@ -1,4 +1,4 @@
-"""The same training with full backprop and with keepgrad, after one another, and what each takes and gives."""
+"""Run the same training with full backprop, then with keepgrad, and compare accuracy, time and memory."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ ROUNDS, DRAWS = 8, 8
 def side_by_side(
     config: RunFlags, output: Path, task_of: Callable[[Any, Any], Task], metrics: Mapping[str, str]
 ) -> Table:
-    """Train both, in folders below `output`.
+    """Train with full backprop and with keepgrad, each in its own folder below `output`.
 
     Args:
-        config: the settings, those of keepgrad among them.
-        output: a folder.
-        task_of: makes a task from settings and an accelerator.
-        metrics: the columns of the table that say how good a model is, and the names of these metrics.
+        config: the settings of the training, including keepgrad's.
+        output: the folder for results.
+        task_of: creates the task from settings and an accelerator.
+        metrics: the quality metrics to show. Maps the title of a table column to the name of a metric.
 
     Returns:
-        A table of the metrics, time and peak memory of a step, and the cosine of gradients.
+        A table with the metrics, the time and peak memory of a step, and the cosine with exact gradients.
 
     Raises:
-        ConfigError: if the settings leave nothing to compare.
+        ConfigError: if the settings ask for full backprop only, or there is more than one process.
     """
     if config.full:
         raise ConfigError("full backprop is one of the two that are compared; leave that out, or give --data")
@@ -59,7 +59,7 @@ def _compared(config: RunFlags, output: Path, task_of: Callable[[Any, Any], Task
         task = task_of(one, accelerator)
         try:
             outcomes[name] = Trainer(task, one, accelerator).run(name)
-        except StoppedError as error:  # what continues is the comparison
+        except StoppedError as error:  # the message must name the folder of the comparison
             raise StoppedError(str(error).replace(str(one.output), str(output))) from None
     batch = task.sample()
     steps = {name: _Step(task, outcome.model).train() for name, outcome in outcomes.items()}
@@ -90,7 +90,7 @@ def _compared(config: RunFlags, output: Path, task_of: Callable[[Any, Any], Task
 
 
 class _Step(nn.Module):
-    """A model and its loss."""
+    """A model together with its loss, as one module."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""What `--resume` continues from, and weights for others.
+"""The saved state that `--resume` continues from, and weight files for use elsewhere.
 
-`state.pt` holds all of a run in one file, so that its parts cannot belong to different steps. `best.safetensors` and
-`last.safetensors` are plain weights under the model's own names, which timm loads without keepgrad; their metadata say
-what model they are for. All are written whole or not at all, and are read without running code from them.
+`state.pt` holds the whole state of a run in one file, so its parts always belong to the same step. `best.safetensors`
+and `last.safetensors` hold only weights, under the model's own parameter names, so timm can load them without keepgrad.
+Their metadata describes the model. A file is either written completely or not changed at all, and reading one never
+runs code from it.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ DIGEST = 32
 
 @dataclass
 class State:
-    """A run between two steps."""
+    """The state of a run between two steps."""
 
     step: int = 0
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, Any] | None = None
     ema: dict[str, Any] | None = None
-    history: list[dict[str, float]] = field(default_factory=list)  # a row for each epoch that is over
-    running: dict[str, float] = field(default_factory=dict)  # sums over the epoch that is not
-    about: dict[str, Any] = field(default_factory=dict)  # what must be the same in a run that continues this one
-    samples: int | None = None  # that a step takes, over all processes
+    history: list[dict[str, float]] = field(default_factory=list)  # one row per finished epoch
+    running: dict[str, float] = field(default_factory=dict)  # sums over the current epoch
+    about: dict[str, Any] = field(default_factory=dict)  # values that must not change when the run is resumed
+    samples: int | None = None  # samples per step, over all processes
 
     def write(self, path: Path) -> None:
-        """Raises FileError; the state from before is then still there."""
+        """Write the state to a file. Raises FileError if that fails; the previous file is then unchanged."""
         with written_whole(path) as partial:
             torch.save(vars(self), partial)
             digest = _digest(partial, partial.stat().st_size)
@@ -62,8 +63,11 @@ class State:
 
     @classmethod
     def read(cls, path: Path, mapped: bool = False) -> State:
-        """Raises FileError if this is no state of a run, or not as it was written. With `mapped`, tensors are not read
-        before they are used, and the checksum is not looked at."""
+        """Read a state. With `mapped`, tensors are memory-mapped and the checksum is not checked.
+
+        Raises:
+            FileError: if the file is not the state of a run, or is damaged.
+        """
         try:
             if not mapped:
                 _check(path)
@@ -74,7 +78,7 @@ class State:
 
 
 def _check(path: Path) -> None:
-    """A state ends with a checksum of all that is before it."""
+    """Check a file against the checksum at its end, which covers everything before it."""
     size = path.stat().st_size - len(MARK) - DIGEST
     with path.open("rb") as file:
         file.seek(max(0, size))
@@ -86,7 +90,7 @@ def _check(path: Path) -> None:
 
 
 def _digest(path: Path, size: int) -> bytes:
-    """The checksum of the first `size` bytes of a file."""
+    """The SHA-256 checksum of the first `size` bytes of a file."""
     found = hashlib.sha256()
     with path.open("rb") as file:
         while size:
@@ -99,22 +103,22 @@ def _digest(path: Path, size: int) -> bytes:
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
-    """The weights, whole and on the CPU, in the first process; to be called in all of them."""
+    """The full (unsharded) weights on the CPU. All processes must call this; only the first gets the weights."""
     return get_model_state_dict(model, options=_WHOLE)
 
 
 def optimizer_state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The same of the optimizer's state, by the names of the weights."""
+    """Like `weights_of`, for the optimizer state. Its keys are the names of the weights."""
     return get_optimizer_state_dict(model, optimizer, options=_WHOLE)
 
 
 def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Put weights and optimizer state back, whole or sharded; to be called in all processes, each with the state.
+    """Load weights and optimizer state into a model, sharded or not. All processes must call this with the state.
 
-    The model is the bare one: under the names that DDP gives to weights, torch does not find them in every process.
+    `model` must not be wrapped in DDP: DDP renames the weights, and torch then does not find them in every process.
 
     Raises:
-        FileError: if the state lacks a weight, or has one too many or of another shape.
+        FileError: if the state lacks a weight, has an extra one, or has one of another shape.
     """
     options = StateDictOptions(full_state_dict=True)
     own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
@@ -127,21 +131,21 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) ->
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Weights in safetensors, with what they are for in its metadata."""
+    """Write weights to a safetensors file. `about` describes the model and goes into the metadata."""
     from safetensors.torch import save_file
 
-    # A copy of each: safetensors refuses tensors that share memory.
+    # Copy each tensor: safetensors refuses tensors that share memory.
     own = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
     with written_whole(path) as partial:
         save_file(own, partial, metadata={"format": "pt", KEY: json.dumps(dict(about))})
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights, and what `write_weights` wrote of them.
+    """Read weights, and the description that `write_weights` stored with them. It is empty if the file has none.
 
     Raises:
-        FileError: if the file cannot be read, or is not of keepgrad.
-        ConfigError: if it asks for arguments of the model that are not those of an architecture.
+        FileError: if the file cannot be read, or its description is not in keepgrad's form.
+        ConfigError: if the description cannot be used, e.g. has model arguments other than those of an architecture.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -161,7 +165,10 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _check_about(about: dict[str, Any], path: Path) -> None:
-    """Whoever wrote the file is not to choose what timm opens, nor is it to fail where nobody says why."""
+    """Check the description of a model before it is used: the file may come from anyone.
+
+    It must not make timm open other files, and wrong values must be reported here, not fail later without a reason.
+    """
     if not isinstance(about.get("model"), str) or ":" in about["model"]:
         raise ConfigError(f"{path} is for the model {brief(about.get('model'))}, which is no name of timm")
     classes, images = about.get("classes"), about.get("data_config")

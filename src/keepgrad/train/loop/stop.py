@@ -1,7 +1,8 @@
-"""How a run stops: at a signal, and with the other processes.
+"""How a run stops: on a signal, or when another process fails.
 
-A process that stops alone leaves the others waiting for it, and then nobody can save the state. So what may fail in one
-process stands in `with together():`, at whose end all of them learn of it and stop at the same step.
+If one process stops alone, the others wait for it forever and the state cannot be saved. So code that may fail in one
+process runs inside `with together():`. At the end of this block every process learns whether one has failed, and all
+stop at the same step.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from ...errors import KeepgradError, StoppedElsewhereError, reason_of
 
 T = TypeVar("T")
 
-# Seconds in which further signals count as the first one: a launcher passes on what its process group has had already.
+# Signals within this many seconds of the first count as one: a launcher may repeat one that the processes got.
 SAME = 5.0
 
 _group: list[Any] = []
-"""The group over which the processes tell each other, once there is one."""
+"""The process group used to tell the others about a failure. Empty until it is first needed."""
 
 __all__ = ["each", "memory_errors_named", "noted_signals", "together"]
 
 
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """The signals that came: at the first one a run stops between two steps, a later one ends it at once."""
+    """Collect SIGINT and SIGTERM in a list. The run stops after its current step; a second signal ends it at once."""
     found: list[int] = []
     first = 0.0
     if threading.current_thread() is not threading.main_thread():
@@ -57,7 +58,7 @@ def noted_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def memory_errors_named() -> Iterator[None]:
-    """A block whose errors for want of memory say what to do.
+    """Turn out-of-memory errors of a block into a message that says what to do.
 
     Raises:
         KeepgradError: if memory runs out.
@@ -65,7 +66,7 @@ def memory_errors_named() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        # torch has a class of its own for accelerators only.
+        # torch raises OutOfMemoryError on accelerators only, and a plain RuntimeError on the CPU.
         is_named = isinstance(error, (MemoryError, torch.OutOfMemoryError))
         if not is_named and "can't allocate memory" not in str(error):
             raise
@@ -77,13 +78,13 @@ def memory_errors_named() -> Iterator[None]:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """A block that fails in all processes if it fails in one; to be entered by all of them.
+    """Make a block fail in all processes if it fails in one. All processes must enter it.
 
-    They tell each other at its end, over a group of the CPU, so that no accelerator has to be waited for.
+    At the end of the block they tell each other, over a process group on the CPU, so none waits for an accelerator.
 
     Raises:
-        KeepgradError: its own, in the first of the processes that failed.
-        StoppedElsewhereError: in all others.
+        KeepgradError: the original error, in the process with the lowest rank that failed.
+        StoppedElsewhereError: in all other processes.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         yield
@@ -102,7 +103,7 @@ def together() -> Iterator[None]:
 
 
 def _lowest(value: int) -> int:
-    """The lowest value of all processes."""
+    """The minimum of `value` over all processes."""
     if not _group:
         _group.append(dist.new_group(backend="gloo"))
     found = torch.tensor(value)
@@ -112,11 +113,11 @@ def _lowest(value: int) -> int:
 
 @atexit.register
 def _leave() -> None:
-    """End the groups before Python ends.
+    """Destroy the process groups before Python exits.
 
-    A thread of gloo lets go of the last tensor a moment after everyone has its value, and for that it needs Python. If
-    Python has ended by then, the thread aborts the process. The end of a group waits for its threads, once nothing else
-    holds the group: so these words go over a group of their own, which no model holds.
+    A gloo thread frees the last tensor shortly after all processes have its value, and needs Python for that. If Python
+    has exited by then, the thread aborts the process. Destroying a group waits for its threads, but only if nothing
+    else holds a reference to the group. That is why this file uses its own group, which no model refers to.
     """
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
@@ -124,7 +125,7 @@ def _leave() -> None:
 
 
 def each(items: Iterator[T]) -> Iterator[T]:
-    """The items, of which every process has as many; where one process cannot get its next one, all stop."""
+    """Yield the items. If one process fails to get its next item, all stop. All must have the same number of items."""
     end: Any = object()
     while True:
         with together():

@@ -1,8 +1,8 @@
-"""The loop of a training run, for any task.
+"""The training loop, for any task.
 
-A step is `accumulation` batches of each process, their gradients, and one move of the optimizer. Between two steps a
-run is a `State`: it is written every epoch (and every `save_every` steps, on a signal, and when data cannot be read),
-and a run that continues from it goes on as if it had never stopped.
+A step computes the gradients of `accumulation` batches in each process, then updates the weights once. Between two
+steps, a `State` describes the whole run. It is saved after every epoch, every `save_every` steps, on a signal, and when
+data cannot be read. A run resumed from it continues as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -38,57 +38,57 @@ from .stop import memory_errors_named, noted_signals, together
 R = TypeVar("R", bound=RunFlags)
 
 READ_EVERY = 10
-"""After so many steps the losses are read off an accelerator: each reading makes the host wait for it."""
-STEPS_AT = (2 / 3, 11 / 12)  # of a run: after epochs 8 and 11 of 12, or 24 and 33 of 36
+"""Steps between two readings of the losses from an accelerator: each reading makes the CPU wait for it."""
+STEPS_AT = (2 / 3, 11 / 12)  # where `sched=steps` lowers the rate: after epochs 8 and 11 of 12
 
 __all__ = ["Outcome", "Task", "Trainer", "accelerator_for", "fitted"]
 
 
 class Task(Protocol):
-    """What is trained, on what."""
+    """A model and the data it is trained on: what the loop needs to know of them."""
 
     model: nn.Module
     goal: str
-    """The metric that says which epoch was best; the higher the better."""
+    """Name of the metric that decides which epoch was best; higher is better."""
     shown: tuple[str, ...]
-    """The metrics that are printed and drawn."""
+    """Names of the metrics to print and plot."""
 
     def batches_per_epoch(self) -> int:
-        """How many batches this process has in an epoch."""
+        """The number of batches per epoch in this process."""
 
     def batches(self, epoch: int, start: int) -> Generator[Any]:
-        """The batches of an epoch from number `start` on."""
+        """Yield the batches of an epoch, starting with batch number `start`."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The mean loss of a batch."""
 
     def sample(self) -> Any:
-        """A batch to measure a step with."""
+        """A batch for measuring the time and memory of a step."""
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Metrics of the model in its evaluation mode, the same in all processes."""
+        """Evaluate a model that is in evaluation mode. All processes get the same metrics."""
 
     def about(self) -> dict[str, Any]:
-        """What the weights are for: enough to build the model again."""
+        """A description of the model, enough to build it again for its weights."""
 
     def write(self, output: Path) -> None:
-        """Files of the last evaluation, if there are any; called in the first process."""
+        """Write files about the last evaluation, if the task has any. Called in the first process only."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of a run."""
+    """The result of a run."""
 
     output: Path
     history: list[dict[str, float]]
     best: dict[str, float]
     plan: Plan | None
     model: nn.Module
-    """With the weights of the last step, without wrappers; still patched."""
+    """The model with the weights of the last step. It is not wrapped (e.g. in DDP), but still patched by keepgrad."""
 
 
 def accelerator_for(config: RunFlags) -> Any:
-    """The processes and devices of this run, by accelerate."""
+    """Create the `Accelerator` of accelerate, which knows the processes and devices of this run."""
     try:
         from accelerate import Accelerator
     except ImportError:
@@ -96,7 +96,7 @@ def accelerator_for(config: RunFlags) -> Any:
 
     if config.fsdp and config.amp == "fp16":
         raise ConfigError("fsdp with fp16 would need a scaler of its own; use amp bf16")
-    # Precision, compiler and sharding are set here, not by what `accelerate config` left behind.
+    # keepgrad's own settings decide precision, compiler and sharding, not the file that `accelerate config` writes.
     accelerator = Accelerator(cpu=config.cpu, mixed_precision="no", dynamo_backend="no")
     kind = accelerator.distributed_type.value
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
@@ -111,10 +111,10 @@ def accelerator_for(config: RunFlags) -> Any:
 
 
 def fitted(config: R, accelerator: Any) -> R:
-    """The settings for as many processes as there are: a run that is continued takes as many samples a step as before.
+    """Adapt the batch size of a resumed run to the number of processes, so that a step has as many samples as before.
 
     Raises:
-        ConfigError: if the processes cannot share them.
+        ConfigError: if these samples cannot be divided equally among the processes.
     """
     path = Path(config.output or "") / "state.pt"
     samples = State.read(path, mapped=True).samples if config.resume and path.exists() else None
@@ -130,11 +130,12 @@ def fitted(config: R, accelerator: Any) -> R:
 
 
 class Trainer:
-    """A run: its model and optimizer, ready to go, or to go on from where it was.
+    """A training run: its model and optimizer, ready to start, or to resume from a saved state.
 
     Raises:
-        ConfigError: if settings do not go together, or not with the run that is to be continued.
-        FileError: if the output folder has a run already, or one that cannot be continued.
+        ConfigError: if settings contradict each other, or the run to be resumed.
+        FileError: if the output folder already has a run and `resume` is off, or the run there cannot be resumed.
+        InputError: if there is less data than one step needs.
     """
 
     def __init__(self, task: Task, config: RunFlags, accelerator: Any) -> None:
@@ -167,7 +168,7 @@ class Trainer:
             model.compile()
         self.model = self._distributed(model)
         try:
-            # Behind `_distributed`: sharding makes new parameters.
+            # After `_distributed`, because sharding creates new parameters.
             self.optimizer = create_optimizer_v2(
                 model, config.opt, config.lr, config.weight_decay, layer_decay=config.layer_decay
             )
@@ -175,13 +176,13 @@ class Trainer:
             raise ConfigError(f"opt={config.opt!r} cannot be made: {error}; see timm.optim.list_optimizers()") from None
         self.scheduler = self._schedule()
         self.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=config.amp == "fp16")
-        self.moved = False  # since the state was written
-        self.losses: list[torch.Tensor] = []  # of the steps since they were last read
+        self.moved = False  # whether there was a step since the state was last written
+        self.losses: list[torch.Tensor] = []  # of the steps whose losses were not read yet
         self.read_every = 1 if accelerator.device.type == "cpu" else READ_EVERY
         self.state = self._begin()
 
     def _schedule(self) -> Any:
-        """The learning rate as a function of the step: a warm-up, then a cosine or steps."""
+        """Create the learning rate schedule: a warm-up, then a cosine or two drops."""
         from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler
 
         config = self.config
@@ -195,9 +196,9 @@ class Trainer:
         return CosineLRScheduler(self.optimizer, self.steps - warmup, lowest, warmup_prefix=True, **common)
 
     def _distributed(self, model: nn.Module) -> nn.Module:
-        """The model over the processes: sharded, replicated, or as it is."""
+        """Shard the model (FSDP2) or wrap it in DDP. With one process, return it unchanged."""
         if self.config.fsdp:
-            # By torch itself: accelerate shards on accelerators only.
+            # Use torch directly: accelerate shards on accelerators only.
             from torch.distributed.fsdp import fully_shard
 
             for block in find_blocks(model):
@@ -209,7 +210,7 @@ class Trainer:
         return model
 
     def _begin(self) -> State:
-        """The state to go on from: that in the output folder, or a new one."""
+        """The state to start from: the one in the output folder if there is one, else a new one."""
         with together():
             if self.is_main:
                 self.stack.enter_context(locked(self.output))
@@ -230,7 +231,7 @@ class Trainer:
                 )
         self._write_config()
         restore(self.bare, self.optimizer, state)
-        for group in self.optimizer.param_groups:  # the state has the one of then
+        for group in self.optimizer.param_groups:  # the state has the old value
             group["weight_decay"] = self.config.weight_decay if group["weight_decay"] else 0.0
         if state.scaler:
             self.scaler.load_state_dict(state.scaler)
@@ -253,10 +254,10 @@ class Trainer:
         Raises:
             StoppedError: after a signal; the state is written.
             StoppedElsewhereError: if another process stopped; the state is written.
-            DivergedError: if the loss is no finite number.
-            InputError: if data cannot be read; the state before it is written.
-            KeepgradError: if a loader process died; then too.
-            FileError: if a file cannot be written; the state from before is still there.
+            DivergedError: if the loss is NaN or infinite.
+            InputError: if data cannot be read; the state is written first.
+            KeepgradError: if a loader process died; the state is written first.
+            FileError: if a file cannot be written; the last saved state is still there.
         """
         state = self.state
         with together():
@@ -280,11 +281,11 @@ class Trainer:
         return Outcome(self.output, state.history, self._best(), self.plan, self.bare)
 
     def _waits_for_evaluation(self) -> bool:
-        """Whether the steps of an epoch are done, and its evaluation is not."""
+        """True if all steps of an epoch are done, but its evaluation is not."""
         return bool(self.state.running) and self.state.step % self.steps_per_epoch == 0
 
     def _train_epoch(self, record: Record, signals: list[int]) -> None:
-        """The steps of an epoch that are left."""
+        """Run the remaining steps of the current epoch."""
         state = self.state
         epoch, done = divmod(state.step, self.steps_per_epoch)
         self.model.train()
@@ -299,12 +300,12 @@ class Trainer:
                     rate = (number + 1) * self._samples() / state.running["seconds"]
                     record.step(state.step, loss, rate, self.accelerator.device)
                 if is_last:
-                    return  # it is saved with its evaluation
+                    return  # the state is saved after the evaluation
                 if self.config.save_every and state.step % self.config.save_every == 0:
                     self.save()
 
     def _group(self, batches: Generator[Any], signals: list[int]) -> list[Any]:
-        """The batches of the next step; where a process cannot have them or has a signal, all stop, and save."""
+        """Get the batches of the next step. If a process cannot load them or got a signal, all save and stop."""
         try:
             with together():
                 self._heed(signals)
@@ -321,16 +322,16 @@ class Trainer:
             )
 
     def _samples(self) -> int:
-        """Samples of a step, over all processes."""
+        """Samples per step, over all processes."""
         return self.config.batch_size * self.accumulation * self.accelerator.num_processes
 
     def _save_moved(self) -> None:
-        """Save, if there is anything new."""
+        """Save the state if there was a step since it was last saved."""
         if self.moved:
             self.save()
 
     def _step(self, group: list[Any]) -> None:
-        """One move of the optimizer. The loss before it stays on the device until `_read_losses` asks for it."""
+        """Run one step on a group of batches. Its loss stays on the device until `_read_losses` reads it."""
         from accelerate.utils import set_seed
 
         state, config = self.state, self.config
@@ -357,10 +358,10 @@ class Trainer:
             self.ema.update(self.bare, step=state.step)
 
     def _read_losses(self) -> float | None:
-        """The last of the losses that were not read yet; all are added to those of the epoch.
+        """Read the losses of the latest steps, and add them to the sum of the epoch. Returns the last one.
 
         Raises:
-            DivergedError: if one of them is not finite.
+            DivergedError: if one of them is NaN or infinite.
         """
         if not self.losses:
             return None
@@ -380,13 +381,13 @@ class Trainer:
         return torch.autocast(self.accelerator.device.type, AMP[self.config.amp], enabled=self.config.amp is not None)
 
     def _synced(self, last: bool) -> Any:
-        """Gradients travel between replicas with the last batch of a step only."""
+        """A context in which DDP exchanges gradients only for the last batch of a step."""
         if last or self.config.fsdp or self.accelerator.num_processes == 1:
             return ExitStack()
         return self.accelerator.no_sync(self.model)
 
     def _end_epoch(self) -> None:
-        """Evaluate, and write down what the epoch came to."""
+        """Evaluate, and add a row with the metrics of the epoch to the history."""
         state, device = self.state, self.accelerator.device
         evaluated = self.model if self.ema is None else self.ema.module
         evaluated.eval()
@@ -395,7 +396,7 @@ class Trainer:
         row: dict[str, float] = {"epoch": state.step // self.steps_per_epoch, "step": state.step}
         row |= {"lr": max(self._rates()), "train_loss": state.running["loss"] / self.steps_per_epoch, **metrics}
         row |= {"seconds": state.running["seconds"], "memory": peak_memory(device)}
-        # Files first: where one cannot be written, the evaluation is repeated.
+        # Write files before changing the state: if a file cannot be written, the resumed run evaluates again.
         with together():
             if self.is_main:
                 self.task.write(self.output)
@@ -413,17 +414,17 @@ class Trainer:
         return max(self.state.history, key=lambda row: row[self.task.goal])
 
     def _write_weights(self, name: str, weights: Mapping[str, Any]) -> None:
-        """The weights that are evaluated, for others."""
+        """Write a weight file: the moving average (EMA) if there is one, else `weights`."""
         if self.is_main:
             own = weights if self.ema is None else self.ema.module.state_dict()
             write_weights(self.output / f"{name}.safetensors", own, self.task.about())
 
     def save(self) -> None:
-        """Write the state, and the weights beside it; to be called in all processes.
+        """Write the state, and the weights as `last.safetensors`. All processes must call this.
 
         Raises:
-            FileError: if they cannot be written; the state from before is still there.
-            DivergedError: if a loss or a weight is not finite; then too.
+            FileError: if they cannot be written; the previous state file is unchanged.
+            DivergedError: if a loss or a weight is NaN or infinite; the previous state file is unchanged.
         """
         self._read_losses()
         model, optimizer = weights_of(self.bare), optimizer_state_of(self.bare, self.optimizer)
