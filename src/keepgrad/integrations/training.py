@@ -139,9 +139,9 @@ class Training:
         """Estimate the bytes that such a step saves for backward, with and without keepgrad."""
         assert self.model is not None
         try:
-            kept = estimate(self.model, noted.inputs, optimizer="none", amp=noted.amp).activations
+            kept = estimate(self.model, noted.inputs, optimizer="none", amp=noted.amp).saved
             with exact(self.model):
-                full = estimate(self.model, noted.inputs, optimizer="none", amp=noted.amp).activations
+                full = estimate(self.model, noted.inputs, optimizer="none", amp=noted.amp).saved
         except InputError as error:
             log.info("keepgrad: saved bytes are not known: %s", error)
             return {}

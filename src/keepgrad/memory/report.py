@@ -25,6 +25,8 @@ class MemoryReport(Report):
     temporary: int
     other: int
     modules: Mapping[str, int] = field(default_factory=dict)
+    saved: int = 0
+    """The most that activations take at any one time. In small models the peak comes when they are freed already."""
 
     @property
     def total(self) -> int:
@@ -78,4 +80,5 @@ def report_of(
         total = allocated + sum(record.size for record in alive if record.born == 0)
     if total is not None:
         parts["temporary"] = max(0, total - sum(size for part, size in parts.items() if part != "temporary"))
-    return MemoryReport(**parts, modules=modules)
+    saved = ledger.peak([record for record in ledger.records if record.kind == "activations"])[0]
+    return MemoryReport(**parts, modules=modules, saved=saved)
