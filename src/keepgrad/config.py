@@ -53,7 +53,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def _ratio(text: Any) -> Any:
-    """Turn the text of a flag into a keep-ratio. A value that is not text is returned as it is: `KeepConfig` checks it."""
+    """Turn the text of a flag into a keep-ratio. A value that is not text is returned unchanged."""
     if not isinstance(text, str):
         return text
     try:
@@ -90,8 +90,8 @@ class KeepConfig:
         schedule: how the ratio changes over the blocks. "uniform": it does not. "increasing" and "decreasing": it
             changes linearly, and its mean is keep_ratio. "careful": the blocks where reducing hurts most keep
             everything, which are those of the coarsest stage, or the first block of a transformer.
-        layers: which blocks are reduced: "all"; "first 2/3" or "last 2/3" (any fraction); indices; "paper"; or a function
-            that takes the block's name and returns True or False.
+        layers: which blocks are reduced: "all"; "first 2/3" or "last 2/3" (any fraction); indices; "paper"; or a
+            function that takes the block's name and returns True or False.
         attention: how attention is reduced: "qkv", "query", "head", or "off" to run it with full backprop.
         mlp: whether MLP branches are reduced.
         downsample: whether downsampling layers between stages are reduced.

@@ -2,12 +2,11 @@
 
 Patching a module means setting its instance attribute `forward`:
 
-| module                                | forward         | what it does                                                  |
-| ---                                   | ---             | ---                                                           |
-| a block                               | `_BlockForward` | in training, runs the branches in the engine; else the        |
-|                                       |                 | forward of the class                                          |
-| the model                             | `_RootForward`  | marks where a training step begins and ends                   |
-| the layer that cuts images to patches | `_EmbedForward` | notes how many patches there are in each direction            |
+| module             | forward         | what it does                                                                   |
+| ---                | ---             | ---                                                                            |
+| a block            | `_BlockForward` | in training, runs the branches in the engine; else runs the original forward   |
+| the model          | `_RootForward`  | marks where a training step begins and ends                                    |
+| the patch embedder | `_EmbedForward` | notes how many patches it cuts images into in each direction                   |
 
 Nothing else changes: no class, no module, no parameter, no buffer. All three are plain picklable objects, and a copy of
 a model gets copies of them.
@@ -245,7 +244,7 @@ def _patches(model: nn.Module) -> Iterator[tuple[nn.Module, _Patch]]:
 
 
 def explain(error: Exception, args: Any, kwargs: Any) -> None:
-    """Raise an error that says what to do, if a training forward failed because a torch tool cannot trace through it."""
+    """Raise an error that says what to do, if a training forward failed because a torch tool cannot see through it."""
     what = None if isinstance(error, (KeepgradError, Warning)) else watcher((args, kwargs))
     if what is not None:
         raise _cannot_see_through(what) from error
@@ -302,7 +301,7 @@ class _RootForward(_Patch):
             )
 
     def _rest(self, args: Any, kwargs: Any) -> AbstractContextManager:
-        """A context that packs what is saved outside of sites. Does nothing under torch.compile, which decides what is saved."""
+        """A context that packs what is saved outside of sites. Under torch.compile, which decides that, it does nothing."""
         if not self.shared.packs_the_rest or torch.compiler.is_compiling() or has_compiled_parts(self.module):
             return nullcontext()
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -411,8 +410,8 @@ class _Run:
         if reduced or packs:
             draw = self.shared.draw_for(site, x)
         if packs:
-            # Each block takes another part of the noise. A part compiled by itself takes the same one for every block: with
-            # another number, torch.compile would compile each block anew.
+            # Each block takes the noise from another offset. Blocks that are compiled by themselves all take offset 0:
+            # with different numbers, torch.compile would compile each block anew.
             noise = self.shared.noise(x, draw)[0 if draw.is_of_part else site.index * 67 % SHIFTS :]
         if reduced and site.method == "head" and branch.attention is not None:
             heads = self.shared.heads(draw, site, branch.attention.core.heads, x.device)
