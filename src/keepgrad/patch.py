@@ -2,11 +2,11 @@
 
 Patching a module means setting its instance attribute `forward`:
 
-| module             | forward         | what it does                                                                   |
-| ---                | ---             | ---                                                                            |
-| a block            | `_BlockForward` | in training, runs the branches in the engine; else runs the original forward   |
-| the model          | `_RootForward`  | marks where a training step begins and ends                                    |
-| the patch embedder | `_EmbedForward` | notes how many patches it cuts images into in each direction                   |
+| module             | forward         | what it does                                                                 |
+| ---                | ---             | ---                                                                          |
+| a block            | `_BlockForward` | in training, runs the branches in the engine; else runs the original forward |
+| the model          | `_RootForward`  | marks where a training step begins and ends                                  |
+| the patch embedder | `_EmbedForward` | notes how many patches it cuts images into in each direction                 |
 
 Nothing else changes: no class, no module, no parameter, no buffer. All three are plain picklable objects, and a copy of
 a model gets copies of them.
@@ -301,7 +301,7 @@ class _RootForward(_Patch):
             )
 
     def _rest(self, args: Any, kwargs: Any) -> AbstractContextManager:
-        """A context that packs what is saved outside of sites. Under torch.compile, which decides that, it does nothing."""
+        """A context that packs what is saved outside of sites. Does nothing where torch.compile decides what is saved."""
         if not self.shared.packs_the_rest or torch.compiler.is_compiling() or has_compiled_parts(self.module):
             return nullcontext()
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -23,10 +23,10 @@ __all__ = ["Plan", "Site", "check_model", "config_from", "make_plan"]
 
 @dataclass(frozen=True)
 class Site:
-    """One branch of one block, with its settings.
+    """One branch of one block, with its settings. `plain` and `saved` assume that no parameter is frozen.
 
     - `tier`: 1 for a whole branch of a known block, 2 for an MLP inside a block that keepgrad does not know.
-    - `plain`: how many values per position full backprop saves in this branch, if no parameter is frozen.
+    - `plain`: how many values per position full backprop saves in this branch.
     - `saved`: how many keepgrad saves. A value stored in 8 bits counts as a quarter of a float32 value.
     - `cell`: in a model with several resolutions, a square of `cell` x `cell` positions is kept or dropped as one.
     """
@@ -184,7 +184,7 @@ def _check_used(settings: Settings, kinds: set[str], model: str) -> None:
 
 
 def _check_method(settings: Settings, found: list[Block], model: str) -> None:
-    """Raise ConfigError if the user set `attention`, but only projections can be reduced in this model, not attention."""
+    """Raise ConfigError if the user set `attention`, but this model can only reduce the projections before it."""
     programs = [p for block in found for kind, p in block.programs.items() if kind == "attention"]
     ready = [program for program in programs if isinstance(program, Program)]
     asked = "attention" in settings.given and settings.attention != "off"

@@ -25,8 +25,8 @@ run form a group, and one member of each group is picked. The masks differ in th
 | fold   | picked               | sum over the group   | to every member, times 1/m | m            |
 | pool   | mean over the group  | sum over the group   | to every member, times 1/m | m            |
 
-Shapes: rows are `[batch, positions, channels]`, slots are `[batch, slots, channels]`. The number of slots depends only on
-the keep-ratio and the layout, never on the random numbers. Each prefix token (class, registers) is a group of its own.
+Shapes: rows are `[batch, positions, channels]`, slots are `[batch, slots, channels]`. The number of slots depends only
+on the keep-ratio and the layout, not on the random numbers. Each prefix token (class, registers) is a group of its own.
 
 All random numbers of a mask are hashes of one 64-bit number, so drawing a mask takes nothing from torch's random
 streams. In eager mode this number is a Python int, which is known without waiting for a device; under `torch.compile`
@@ -128,7 +128,7 @@ class Kept:
         return self.picked_flat[: self.slots]
 
     def of_first(self, batch: int) -> Kept:
-        """The slots of the first `batch` samples. They fit any other `batch` samples too, because all share the mask."""
+        """The slots of the first `batch` samples. They fit any `batch` samples, because all samples share the mask."""
         counts = (self.slots, self.positions, self.slots, self.positions)
         indices: Any = [None if t is None else t[: batch * n] for t, n in zip(self.tensors, counts, strict=False)]
         part = Kept(*self.frame, *(*indices, self.size))
@@ -186,7 +186,7 @@ class Kept:
         return slots
 
     def give_back(self, slots: Tensor, onto: Tensor | None = None) -> Tensor:
-        """The input gradient of every position. If `onto` is given, returns the sum of both and does not change `onto`."""
+        """The input gradient of every position. If `onto` is given, returns the sum of both; `onto` is not changed."""
         if self.size is not None:
             assert self.slot_of_flat is not None
             grad = _select(slots, self.slot_of_flat, self.positions)
