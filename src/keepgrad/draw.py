@@ -3,7 +3,7 @@
 All of these are computed from one number, the step seed. Without a `seed`, it comes from torch's random state:
 
 - The first site that runs in a step reads a number from torch's CPU random stream, and then puts the stream back. So
-  dropout and drop path draw the same numbers as without keepgrad, in the model and in the rest of the program.
+  dropout and drop path draw the same numbers as without keepgrad, in the model and in a larger one around it.
 - When the gradients come back, the stream moves on by one number, so that the next step has other masks.
 - So whatever restores torch's random state also restores the masks.
 - Sites may run outside the model's own forward (`forward_features`, a recomputed checkpoint). There, a site that runs
@@ -58,7 +58,7 @@ class Shared:
         self.tables: dict[Any, Any] = {}  # what is the same in the draws of all steps (see `sample`)
         self.in_root = False
         self.redraws = 0
-        self.grids: dict[str, tuple[int, ...]] = {}  # how many patches there are in each direction, by the name of the layer that makes them
+        self.grids: dict[str, tuple[int, ...]] = {}  # patches in each direction, by the name of their layer
         self.waiting: dict[str, None] = {}  # the blocks that have not run in training yet
         # The step seed for blocks that are compiled by themselves. Each of them computes its masks from it.
         self.part_seed: Tensor | None = None
@@ -160,7 +160,7 @@ class Shared:
     def _kept_of_padded(self, draw: Draw, site: Site, x: Tensor, layout: Layout, mask: Tensor) -> Kept | None:
         """The slots of sequences with padding. Layers with the same attention mask share their slots."""
         if id(mask) not in draw.real:
-            draw.real[id(mask)] = (mask, real_positions(mask).expand(x.shape[0], -1))  # kept alive, so its id stays unique
+            draw.real[id(mask)] = (mask, real_positions(mask).expand(x.shape[0], -1))  # held, so its id stays unique
         key = (x.shape[0], layout, site.keep_ratio, site.mask, site.reduce, id(mask))
         if key not in draw.kept:
             real = draw.real[id(mask)][1]

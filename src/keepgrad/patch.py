@@ -301,7 +301,7 @@ class _RootForward(_Patch):
             )
 
     def _rest(self, args: Any, kwargs: Any) -> AbstractContextManager:
-        """A context that packs what is saved outside of sites. Does nothing where torch.compile decides what is saved."""
+        """Pack what is saved outside of sites. Does nothing if torch.compile decides what is saved."""
         if not self.shared.packs_the_rest or torch.compiler.is_compiling() or has_compiled_parts(self.module):
             return nullcontext()
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
