@@ -12,8 +12,8 @@ All methods share one set of weights, so that many of them fit on a device at on
 step, in a random order; the clock starts and stops when the device is idle. The first round is a warm-up. If a method
 runs out of memory or fails, its row says why, and the other methods go on.
 
-Saved-tensor hooks do not see the tensors that selective checkpointing and offloading save, so these two have no "saved".
-On the CPU, offloading copies within the same memory and gains nothing.
+Saved-tensor hooks do not see the tensors that selective checkpointing and offloading save, so these two have no
+"saved". On the CPU, offloading copies within the same memory and gains nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ The same operations run in another order, so they round differently. A mistake w
 
 @dataclass
 class Row:
-    """The measurements of one method. A value is None if it could not be measured; `problem` says why a method failed."""
+    """The measurements of one method. A value is None if it could not be measured; `problem` says why."""
 
     name: str
     saved: int | None = None
@@ -93,7 +93,7 @@ class Bench(Report):
 
     @property
     def base(self) -> Row:
-        """The row that others are compared with: full backprop, or the first method that fits if full backprop does not."""
+        """The row that others are compared with: full backprop, or if it does not fit, the first method that does."""
         measured = [row for row in self.rows if not row.problem]
         return (measured or self.rows)[0]
 
@@ -199,7 +199,7 @@ class Task:
 
     def step(self, forward: Forward) -> None:
         loss = loss_of(self.output(forward), self.given)
-        (loss * 1024 if self.amp == "fp16" else loss).backward()  # without the factor, small gradients underflow to zero
+        (loss * 1024 if self.amp == "fp16" else loss).backward()  # so that small gradients do not become zero
 
     def gradient(self, forward: Forward) -> list[Tensor | None]:
         """The gradient of each parameter, in CPU memory."""
@@ -246,7 +246,7 @@ class Task:
 
 
 def loss_of(out: Any, given: Any) -> Tensor:
-    """A loss for any model: the cross-entropy of classes or of next tokens, or else the mean square of the first output."""
+    """A loss for any model: cross-entropy of classes or of next tokens, or else the mean square of the first output."""
     leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not leaves:
         raise InputError("the model's output has no tensor with a gradient; take a model with trainable parameters")

@@ -77,7 +77,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Fit(Report):
-    """The result of `fit`. If `options` is not None, `keepgrad.apply(model, **fit.options)` applies the best setting."""
+    """The result of `fit`. `keepgrad.apply(model, **fit.options)` applies the best setting, unless `options` is None."""
 
     budget: int
     best: Trial
