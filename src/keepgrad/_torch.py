@@ -38,10 +38,10 @@ __all__ = [
 
 
 QUIET_HOOKS = {"transformers.utils.output_capturing", "torch.utils.module_tracker", "keepgrad.memory.ledger"}
-"""Modules whose hooks may miss the modules inside of sites.
+"""Python modules whose hooks need not see the `nn.Module`s inside of sites.
 
-The hooks of transformers stay on modules and do nothing unless outputs are asked for, which its adapters check. Those of
-torch's FLOP counter and of the ledger only note names.
+The hooks of transformers stay on modules and do nothing unless outputs are asked for, which its adapters check. Those
+of torch's FLOP counter and of the ledger only note names.
 """
 GLOBAL_HOOKS: tuple[dict, ...] = (
     torch.nn.modules.module._global_forward_hooks,
@@ -67,7 +67,7 @@ def _are_heard(hooks: dict) -> bool:
 
 
 def tensors_of(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The parameters and buffers of a model. `model.parameters()` would take as long as a block, too slow for every step."""
+    """The parameters and buffers of a model. The model's own methods take as long as a block, too slow for every step."""
     parameters: list[torch.Tensor] = []
     buffers: list[torch.Tensor] = []
     left = [model]
@@ -119,7 +119,7 @@ def watcher(given: object) -> str | None:
 
 
 def fake_tensors() -> AbstractContextManager:
-    """A context in which tensors have shapes, types and devices, but no data. Imported only here, as the import is slow."""
+    """A context in which tensors have shapes, types and devices, but no data. The import is slow, so it is done here."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -151,7 +151,7 @@ def acts_by_itself(tensor: torch.Tensor) -> bool:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """True for a tensor without data, as in `fake_tensors`. Goes by the name of the class, because importing it is slow."""
+    """True for a tensor without data, as in `fake_tensors`. Checks the class's name, because importing it is slow."""
     return type(tensor).__name__ == "FakeTensor"
 
 

@@ -77,7 +77,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Fit(Report):
-    """The result of `fit`. `keepgrad.apply(model, **fit.options)` applies the best setting, unless `options` is None."""
+    """The result of `fit`. If `options` is not None, use it by `keepgrad.apply(model, **fit.options)`."""
 
     budget: int
     best: Trial

@@ -119,7 +119,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Row:
-    """What keepgrad finds in an example. `saved`: saved bytes at keep_ratio 0.5 / those of full backprop, if measured."""
+    """What keepgrad finds in an example. `saved`: bytes at keep_ratio 0.5 / bytes of full backprop, if measured."""
 
     example: Example
     classes: tuple[str, ...]

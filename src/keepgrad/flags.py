@@ -34,7 +34,7 @@ def flag(default: Any, help: str, **argument: Any) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser, config: type, without: tuple[str, ...] = ()) -> None:
-    """Add a flag for every field that has a help text. Flags have no defaults: one that is not given is not in the result."""
+    """Add a flag for every field that has a help text. Without defaults: a flag that is not given is not in the result."""
     for field in dataclasses.fields(config):
         argument = dict(field.metadata)
         if not argument or field.name in without:
@@ -154,7 +154,7 @@ def _yaml_value(text: str) -> Any:
 
 
 def read_yaml(path: Path, whole: bool = False) -> dict[str, Any]:
-    """Read settings from a file. With `whole`, it must have the end mark of `write_yaml`, so that a cut file is an error.
+    """Read settings from a file. With `whole`, the end mark of `write_yaml` must be there: a truncated file has none.
 
     Raises:
         ConfigError: if the file does not exist, is not a mapping, or names a setting twice.
