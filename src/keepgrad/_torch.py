@@ -67,7 +67,7 @@ def _are_heard(hooks: dict) -> bool:
 
 
 def tensors_of(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The parameters and buffers of a model. The model's own methods take as long as a block, too slow for every step."""
+    """The parameters and buffers of a model. Its own methods take as long as a block, too slow for every step."""
     parameters: list[torch.Tensor] = []
     buffers: list[torch.Tensor] = []
     left = [model]
@@ -119,7 +119,7 @@ def watcher(given: object) -> str | None:
 
 
 def fake_tensors() -> AbstractContextManager:
-    """A context in which tensors have shapes, types and devices, but no data. The import is slow, so it is done here."""
+    """A context in which tensors have shapes, types and devices, but no data. The import is slow, so it is here."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)

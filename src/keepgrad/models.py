@@ -203,7 +203,7 @@ def _is_of_clips(module: nn.Module) -> bool:
 
 
 def size_of(model: Any, given: int | None) -> tuple[int, int, int]:
-    """Channels, height and width of an image model's input. If the model takes any size, uses `given` pixels per side."""
+    """Channels, height and width of an image model's input. If `given`, height and width are that."""
     if hasattr(model, "pretrained_cfg"):
         channels, height, width = model.pretrained_cfg.get("input_size", (3, 224, 224))
     else:

@@ -1,4 +1,4 @@
-"""The range of numbers that a setting may have. It is declared once, with the setting, and appears in error messages."""
+"""The range of numbers that a setting may have, declared once, with the setting. Error messages are made from it."""
 
 from __future__ import annotations
 

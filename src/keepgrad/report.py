@@ -25,7 +25,7 @@ __all__ = ["Report", "Table", "aligned", "brief", "figures", "progress", "readab
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a head. The first column is left-aligned, the others right-aligned. `note` is printed below."""
+    """Rows of text under a head. The first column is left-aligned, the others right-aligned. `note` is shown below."""
 
     title: str
     head: tuple[str, ...]
@@ -37,7 +37,7 @@ class Table:
             from rich.console import Console
         except ImportError:
             return "\n".join(filter(None, [self.title, *aligned([self.head, *self.rows]), self.note]))
-        # As wide as the content, whatever the terminal: a report may be printed to a file, and wrapped rows are unreadable.
+        # As wide as the content: a report may be printed to a file, and wrapped rows are hard to read.
         console = Console(width=10_000, no_color=True, highlight=False)
         with console.capture() as captured:
             console.print(self._rich())
@@ -118,7 +118,7 @@ class Report:
 
 
 def _without_nan(value: Any) -> Any:
-    """Replace NaN and infinity by None, because JSON does not have them."""
+    """Replace NaN by None, because JSON has no NaN."""
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
