@@ -34,7 +34,7 @@ def flag(default: Any, help: str, **argument: Any) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser, config: type, without: tuple[str, ...] = ()) -> None:
-    """Add a flag for every field with a help text. Flags have no defaults: one that is not given is not in the result."""
+    """Add a flag for every field with a help text. Flags have no defaults: one that is not given is left out."""
     for field in dataclasses.fields(config):
         argument = dict(field.metadata)
         if not argument or field.name in without:

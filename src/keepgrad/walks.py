@@ -1,8 +1,8 @@
 """The order in which a grid mask walks over a map: positions that are close in the order are close in the map.
 
 A tube is a band of a few rows in a few frames. A walk goes through one tube after the other, column by column, and
-turns round at the end of each tube. Within a column, it goes through the frames first, then through the rows. So the size of
-the tube decides which tiles the runs of positions form:
+turns round at the end of each tube. Within a column, it goes through the frames first, then through the rows. So the
+size of the tube decides which tiles the runs of positions form:
 
 | tube (frames, rows) | runs of 2 | runs of 4 | runs of 8 |
 | ---                 | ---       | ---       | ---       |

@@ -14,7 +14,7 @@ __all__ = ["AMP", "CudaRules"]
 
 AMP = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Operations that CUDA's autocast runs in float32, from torch's documentation. The CPU's autocast leaves most of them alone.
+# Operations that CUDA's autocast runs in float32, from torch's documentation. That of the CPU leaves most alone.
 FLOAT32_ON_CUDA = {
     *("binary_cross_entropy_with_logits", "cross_entropy", "huber_loss", "kl_div", "l1_loss", "mse_loss"),
     *("nll_loss", "smooth_l1_loss", "group_norm", "layer_norm", "norm", "normalize", "softmax", "log_softmax"),

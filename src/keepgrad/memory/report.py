@@ -16,7 +16,7 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary", "ot
 
 @dataclass(frozen=True)
 class MemoryReport(Report):
-    """The bytes at the peak of one training step, by part. `modules` has the activations of each module, by its name."""
+    """The bytes at the peak of one training step, by part. `modules`: the activations of each module, by name."""
 
     parameters: int
     gradients: int

@@ -38,7 +38,7 @@ def bucket_bytes(model: nn.Module) -> int:
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """The most bytes that FSDP2 has gathered at one time. Each block is a group, and the rest of the model is one more."""
+    """The most bytes that FSDP2 has gathered at one time. Each block is a group, and so is the rest of the model."""
     seen: set[int] = set()
     groups = []  # from the inside out: a parameter belongs to the innermost block that has it
     for module in (*sorted((block.module for block in find_blocks(model)), key=_size), model):
