@@ -1,8 +1,11 @@
 """keepgrad: train PyTorch models in less memory and less time by stochastic backpropagation.
 
-`keepgrad.apply(model, keep_ratio=0.5)` patches a model in place, `print(keepgrad.plan(model, ...))` shows what that
-would do, `with keepgrad.exact(model):` is full backprop for a while, and `keepgrad.remove(model)` takes it off again.
-`estimate`, `measure` and `fit` answer for memory, `fidelity` and `compare` for the quality of the gradients.
+- `keepgrad.apply(model, keep_ratio=0.5)` patches a model in place.
+- `print(keepgrad.plan(model, ...))` shows what `apply` would do.
+- `with keepgrad.exact(model):` uses full backprop inside the context.
+- `keepgrad.remove(model)` undoes `apply`.
+- `estimate`, `measure` and `fit` tell how much memory training takes.
+- `fidelity` and `compare` tell how well the gradients agree with exact ones.
 """
 
 from .adapters import Adapter, Attention, LinearOf, Scale, Unsupported, adapts

@@ -1,12 +1,12 @@
-"""What keepgrad uses of torch that torch does not document, in one place. Tested with torch 2.15.
+"""All uses of undocumented parts of torch, in one place. Tested with torch 2.15.
 
-- A module's hooks, and those of all modules, can only be seen in private dictionaries; torch has no question for them.
-- `TorchDispatchMode` is how torch's own FLOP counter sees operations; it lives in a module with an underscore.
-- `FakeTensorMode` runs a model on tensors without data, `FakeTensor`s; torch.compile stands on it.
-- `Tensor.backward` puts modes that watch torch's functions out of force; the engine behind it does not.
-- Which mode watches torch's functions last can only be asked by a name with an underscore.
-- Whether the autograd engine is at work can only be asked by the number of its current task.
-- Whether transforms of `torch.func` are at work is what `autograd.Function` asks itself before it refuses them.
+- Hooks of a module, and global hooks of all modules, are only in private dictionaries; torch has no function for them.
+- `TorchDispatchMode` sees every operation. Torch's own FLOP counter uses it, but it is in a private module.
+- `FakeTensorMode` runs a model on tensors without data, `FakeTensor`s. torch.compile is built on it.
+- `Tensor.backward` switches off modes that watch torch's functions. Calling the autograd engine directly does not.
+- Which mode that watches torch's functions was entered last is only known to a private function.
+- Whether the autograd engine is running is only known from the id of its current task.
+- Whether a transform of `torch.func` is active: `autograd.Function` uses the same private function to refuse them.
 """
 
 from contextlib import AbstractContextManager
@@ -38,8 +38,10 @@ __all__ = [
 
 
 QUIET_HOOKS = {"transformers.utils.output_capturing", "torch.utils.module_tracker", "keepgrad.memory.ledger"}
-"""Where hooks are defined that need not see the modules inside of sites: those of transformers stay on modules and do
-nothing unless they are asked (its adapters look), those of torch's FLOP counter and the ledger note names.
+"""Python modules whose hooks need not see the `nn.Module`s inside of sites.
+
+The hooks of transformers stay on modules and do nothing unless outputs are asked for, which its adapters check. Those
+of torch's FLOP counter and of the ledger only note names.
 """
 GLOBAL_HOOKS: tuple[dict, ...] = (
     torch.nn.modules.module._global_forward_hooks,
@@ -50,13 +52,13 @@ GLOBAL_HOOKS: tuple[dict, ...] = (
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module runs hooks besides its forward, its own or those of all modules."""
+    """True if calling the module runs hooks besides its forward: its own, or global ones."""
     kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(map(_are_heard, kinds)) or has_global_hooks()
 
 
 def has_global_hooks() -> bool:
-    """Whether there are hooks that run with every module."""
+    """True if there are hooks that run with every module."""
     return any(GLOBAL_HOOKS) and any(map(_are_heard, GLOBAL_HOOKS))
 
 
@@ -65,7 +67,7 @@ def _are_heard(hooks: dict) -> bool:
 
 
 def tensors_of(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Parameters and buffers of a model. Its own methods for it take the time of a block, too much for every step."""
+    """The parameters and buffers of a model. Its own methods take as long as a block, too slow for every step."""
     parameters: list[torch.Tensor] = []
     buffers: list[torch.Tensor] = []
     left = [model]
@@ -78,7 +80,7 @@ def tensors_of(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]
 
 
 def has_compiled_parts(model: nn.Module) -> bool:
-    """Whether modules inside of the model were compiled by themselves, which saved-tensor hooks around them forbid."""
+    """True if modules inside the model were compiled by themselves. Saved-tensor hooks cannot be used around those."""
     left = list(model._modules.values())
     while left:
         module = left.pop()
@@ -91,22 +93,22 @@ def has_compiled_parts(model: nn.Module) -> bool:
 
 
 def in_backward() -> bool:
-    """Whether the autograd engine is running."""
+    """True if the autograd engine is running."""
     return torch._C._current_graph_task_id() != -1
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether this is a wrapper of `apply_activation_checkpointing`: it looks like the module inside, and is not."""
+    """True for a wrapper of `apply_activation_checkpointing`, which only looks like the module inside it."""
     return "_checkpoint_wrapped_module" in module._modules
 
 
 def last_function_mode() -> object:
-    """The mode that sees calls of torch's functions first, the one that was entered last; None if there is none."""
+    """The mode that was entered last, which sees calls of torch's functions first; None if there is none."""
     return torch.overrides._get_current_function_mode()
 
 
 def watcher(given: object) -> str | None:
-    """What records or transforms a call with these arguments, and cannot see through an `autograd.Function`."""
+    """The torch tool, if any, that records or transforms this call and cannot see through an `autograd.Function`."""
     if torch._C._are_functorch_transforms_active():
         return "a transform of torch.func"
     if torch.autograd.forward_ad._current_level >= 0:
@@ -117,7 +119,7 @@ def watcher(given: object) -> str | None:
 
 
 def fake_tensors() -> AbstractContextManager:
-    """A context in which tensors have shapes, types and devices, but no data. Imported when used: it is slow."""
+    """A context in which tensors have shapes, types and devices, but no data. The import is slow, so it is here."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -126,9 +128,9 @@ def fake_tensors() -> AbstractContextManager:
 
 
 def only_counts(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is from within `fake_tensors`, so that nobody wants to know more than shapes and bytes.
+    """True for a tensor made in `fake_tensors`, of which only the shape and the bytes matter.
 
-    Not so for the tensors without data of a compiler: those stand for work that is done later.
+    False for the fake tensors of a compiler: those stand for work that is done later.
     """
     if torch.compiler.is_compiling() or not is_fake(tensor):
         return False
@@ -136,25 +138,25 @@ def only_counts(tensor: torch.Tensor) -> bool:
 
 
 def is_real(tensor: torch.Tensor) -> bool:
-    """Whether this is a plain tensor, of no subclass such as those of sharded or quantised ones."""
+    """True for a plain tensor or parameter; False for a subclass, such as a sharded or quantised tensor."""
     return type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
 
 
 def acts_by_itself(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a subclass that decides what a linear layer does with it, as quantised ones are.
+    """True for a tensor subclass that decides what a linear layer does with it, such as a quantised tensor.
 
-    Sharded ones (`DTensor`) do not count: they are plain while their block runs.
+    False for sharded tensors (`DTensor`): they are plain tensors while their block runs.
     """
     return not (is_real(tensor) or is_fake(tensor) or type(tensor).__name__ == "DTensor")
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether this is a tensor without data, as `fake_tensors` makes them; asked without importing what makes them."""
+    """True for a tensor without data, as in `fake_tensors`. Checks the class's name, because importing it is slow."""
     return type(tensor).__name__ == "FakeTensor"
 
 
 def backward(loss: torch.Tensor) -> None:
-    """`loss.backward()`, with the modes in force that are in force now."""
+    """`loss.backward()`, but the modes that watch torch's functions stay active."""
     ones = torch.ones_like(loss)
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward((loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)

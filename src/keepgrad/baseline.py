@@ -1,8 +1,8 @@
-"""The paper's Algorithm 1 on a whole model, as its published code does it: what keepgrad is compared with.
+"""The paper's Algorithm 1 on a whole model, as in its published code. keepgrad is compared with it.
 
-In a ViT, `f` is the attention itself (kept rows among kept rows, the others among the others) and the MLP behind its
-norm; norms and projections stay with autograd. In a ConvNeXt, `f` is all that follows the depthwise convolution, and
-a whole downsampling layer.
+Algorithm 1 applies a function `f` to kept and dropped positions separately. In a ViT, `f` is the attention itself (kept
+positions attend to kept ones, dropped ones to dropped ones) and the MLP after its norm; norms and projections use plain
+autograd. In a ConvNeXt, `f` is everything after the depthwise convolution, and also each whole downsampling layer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["algorithm1"]
 
 
 def algorithm1(model: nn.Module, config: KeepConfig) -> None:
-    """Put Algorithm 1 on the sites that `apply` with this configuration would have. There is no way back."""
+    """Put Algorithm 1 on the sites that `apply` would choose with this configuration. It cannot be undone."""
     for block, sites in make_plan(model, config)[1]:
         block.module.forward = _Forward(block, {site.kind: site.keep_ratio for site in sites})
 
@@ -51,7 +51,7 @@ class _Forward:
 
 
 class _Run:
-    """Runs the branches of a block: those with a ratio by Algorithm 1, the others as they are."""
+    """Runs the branches of a block: those that have a ratio with Algorithm 1, the others with plain autograd."""
 
     def __init__(self, block: Block, ratios: dict[str, float]) -> None:
         self.block, self.ratios, self.kinds = block, ratios, block.kinds
@@ -76,7 +76,7 @@ class _Run:
             rows = run_stages([*branch.before, attention.projection], x)
             out = run_stages(branch.after, put_together(attend, rows, *split))
         else:
-            # Noise at the end is drawn for all rows at once, so it stays outside.
+            # Noise at the end (such as dropout) is drawn for all rows at once, so it is not part of `f`.
             before = 1 if "attention" in self.block.kinds else 0
             links: list[Link] = list(branch.before)
             end = len(links)
@@ -91,7 +91,7 @@ class _Run:
 def _split(
     count: int, shape: tuple[int, ...] | None, prefix: int, keep_ratio: float, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The kept and the dropped positions, in a number that the ratio alone decides."""
+    """The kept and the dropped positions. How many there are of each depends only on the ratio."""
     side = math.isqrt(count - prefix)
     square = (side, side) if side * side == count - prefix else (count - prefix,)
     layout = Layout(square, prefix) if shape is None else Layout(tuple(shape))
@@ -103,7 +103,7 @@ def _split(
 
 
 def _attend_unfused(attention: BoundAttention, qkv: Tensor) -> Tensor:
-    """Attention by matmuls and a softmax, whose matrix autograd keeps, as before there were fused kernels."""
+    """Attention from matmuls and a softmax, without a fused kernel: autograd saves the whole matrix of weights."""
     heads = attention.core.heads
     q, k, v = (rows.unflatten(-1, (heads, -1)).transpose(1, 2) for rows in qkv.split(attention.core.sections, -1))
     weights = (q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(-1)

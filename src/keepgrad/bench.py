@@ -1,18 +1,18 @@
-"""A training step with every method, measured on the machine, model and precision at hand.
+"""Measure a training step with every method, on this machine, for a given model and precision.
 
 | column        | what                                                                                                |
 | ---           | ---                                                                                                 |
-| saved         | bytes that autograd keeps for the backward pass, without parameters                                 |
-| peak          | the most that torch's allocator hands out during the step, gradients included, weights not          |
-| time          | median of a step against full backprop; in brackets the quartiles of the ratio within a round       |
-| images/s      | samples, or tokens, in the median time                                                              |
-| cosine        | of the whole gradient with the exact one, for these weights and inputs                              |
+| saved         | bytes that autograd saves for backward, without parameters                                          |
+| peak          | the most bytes that a step adds, by torch's allocator: with gradients, without weights              |
+| time          | median time of a step relative to full backprop; in brackets the quartiles of the ratio in a round  |
+| images/s      | samples, or tokens, per second at the median time                                                   |
+| cosine        | between the whole gradient and the exact one, for these weights and inputs                          |
 
-All methods share one set of weights, so that many of them fit a device at once. In every round each method takes one
-step, in a random order, and the device is waited for before and after. The first round is a warm-up. A method that
-runs out of memory or fails is named with the reason, and the others go on.
+All methods share one set of weights, so that many of them fit on a device at once. In every round, each method runs one
+step, in a random order; the clock starts and stops when the device is idle. The first round is a warm-up. If a method
+runs out of memory or fails, its row says why, and the other methods go on.
 
-Selective checkpointing and offloading keep their tensors where saved-tensor hooks do not see them: they have no
+Saved-tensor hooks do not see the tensors that selective checkpointing and offloading save, so these two have no
 "saved". On the CPU, offloading copies within the same memory and gains nothing.
 """
 
@@ -45,15 +45,15 @@ __all__ = ["Bench", "Check", "Row", "Task", "bench", "check"]
 
 FORWARD = {None: 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 BACKWARD = {None: 1e-3, "bf16": 5e-2, "fp16": 2e-2}
-"""How much outputs and gradients may differ, by the precision of autocast: the norm of the difference against the norm.
+"""How much outputs and gradients may differ, by the precision of autocast: norm of the difference / norm of the wanted.
 
-The same operations run in another order, and so round differently; a mistake differs by far more.
+The same operations run in another order, so they round differently. A mistake would cause a far larger difference.
 """
 
 
 @dataclass
 class Row:
-    """What was found of a method; None is what could not be measured, and `problem` says why."""
+    """The measurements of one method. A value is None if it could not be measured; `problem` says why."""
 
     name: str
     saved: int | None = None
@@ -65,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Check:
-    """One question that is asked before measuring: what differs by how much, and how much it may."""
+    """One check before measuring: what is compared, by how much it differs (`error`), and how much it may (`limit`)."""
 
     what: str
     error: float
@@ -73,7 +73,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        return self.error <= self.limit  # also False for nan
+        return self.error <= self.limit  # also False for NaN
 
     def __str__(self) -> str:
         verdict = "ok" if self.passed else "FAILED"
@@ -82,7 +82,7 @@ class Check:
 
 @dataclass
 class Bench(Report):
-    """What was measured so far. `samples` are the images or tokens of a step, called `unit`."""
+    """What was measured so far. `samples` is how many images or tokens a step has; `unit` says which of the two."""
 
     title: str
     samples: int
@@ -93,7 +93,7 @@ class Bench(Report):
 
     @property
     def base(self) -> Row:
-        """The row that ratios are against: full backprop, or the first that fits where that does not."""
+        """The row that others are compared with: full backprop, or if it does not fit, the first method that does."""
         measured = [row for row in self.rows if not row.problem]
         return (measured or self.rows)[0]
 
@@ -101,7 +101,7 @@ class Bench(Report):
         return {**asdict(self), "against": self.base.name}
 
     def ratios(self, row: Row) -> list[float]:
-        """The time of each round, against the base in the same round."""
+        """For each round, the time divided by that of the base in the same round."""
         return [own / base for own, base in zip(row.seconds, self.base.seconds, strict=False)]
 
     def tables(self) -> list[Table]:
@@ -130,7 +130,7 @@ class Bench(Report):
         return (*cells, "-" if row.cosine is None else f"{row.cosine:.3f}")
 
     def plot(self) -> Any:
-        """Peak memory against time, a point for each method; lower left is better."""
+        """Peak memory against time, with a point for each method. Lower left is better."""
         figure = figures().Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
         drawn: list[tuple[float, float]] = []
@@ -159,13 +159,13 @@ class Bench(Report):
 
 @dataclass(frozen=True)
 class Task:
-    """A training step: a model on its device, what it is given, and the precision.
+    """A training step: a model on its device, its inputs, and the precision.
 
     Args:
-        model: a plain model in training mode.
-        given: a tensor, or the arguments of the model by name.
+        model: a model in training mode that is not patched.
+        given: the input of the model: a tensor, or a dictionary of its arguments by name.
         amp: "bf16" or "fp16" for autocast.
-        compiled: whether every method runs under torch.compile.
+        compiled: True if every method runs under torch.compile.
     """
 
     model: nn.Module
@@ -183,12 +183,12 @@ class Task:
         return None if self.device.type == "cpu" else torch.get_device_module(self.device)
 
     def of(self, samples: int) -> Task:
-        """The same step with the first samples only."""
+        """The same step with only the first `samples` samples."""
         return replace(self, given=tree_map_only(Tensor, lambda tensor: tensor[:samples], self.given))
 
     @contextmanager
     def put_on(self, method: Method) -> Iterator[Forward]:
-        """What is called for a method, on a copy of the model that shares its parameters and buffers."""
+        """Put a method on a copy of the model that shares its parameters and buffers. Yields the function to call."""
         shared = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
         with method.put_on(copy.deepcopy(self.model, shared)) as forward:
             yield torch.compile(forward) if self.compiled and not method.is_compiled else forward
@@ -199,10 +199,10 @@ class Task:
 
     def step(self, forward: Forward) -> None:
         loss = loss_of(self.output(forward), self.given)
-        (loss * 1024 if self.amp == "fp16" else loss).backward()  # else small gradients are zero
+        (loss * 1024 if self.amp == "fp16" else loss).backward()  # so that small gradients do not become zero
 
     def gradient(self, forward: Forward) -> list[Tensor | None]:
-        """The gradient of each parameter, in the memory of the CPU."""
+        """The gradient of each parameter, in CPU memory."""
         self.model.zero_grad()
         torch.manual_seed(0)  # the same dropout for all methods
         self.step(forward)
@@ -223,12 +223,12 @@ class Task:
         return time.perf_counter() - start
 
     def peak(self, forward: Forward) -> int:
-        """The most bytes that a step adds to what is there before it, by the allocator's account."""
+        """The most bytes that a step allocates on top of what was allocated before, as the allocator counts them."""
         self.model.zero_grad()
         backend = self.backend
         if backend is None:
             return allocated_peak(lambda: self.step(forward))
-        if not hasattr(backend, "max_memory_allocated"):  # as on Apple's devices
+        if not hasattr(backend, "max_memory_allocated"):  # e.g. on Apple's devices
             return peak_bytes(lambda: self.step(forward))
         self.wait()
         before = backend.memory_allocated(self.device)
@@ -238,7 +238,7 @@ class Task:
         return backend.max_memory_allocated(self.device) - before
 
     def free(self) -> None:
-        """Give back what a step that failed has left."""
+        """Free what a failed step has left in memory."""
         self.model.zero_grad()
         gc.collect()
         if self.backend is not None:
@@ -246,7 +246,7 @@ class Task:
 
 
 def loss_of(out: Any, given: Any) -> Tensor:
-    """A loss for any model: cross-entropy of classes or of next tokens, else the mean square of the first output."""
+    """A loss for any model: cross-entropy of classes or of next tokens, or else the mean square of the first output."""
     leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not leaves:
         raise InputError("the model's output has no tensor with a gradient; take a model with trainable parameters")
@@ -260,10 +260,10 @@ def loss_of(out: Any, given: Any) -> Tensor:
 
 
 def check(task: Task, samples: int = 2) -> list[Check]:
-    """Whether keepgrad computes what it should on this device, in this precision: on a few samples.
+    """Check on a few samples that keepgrad computes the right values on this device and in this precision.
 
-    The forward pass must be that of the model, and with everything kept the gradients must be those of autograd. A
-    model without any block that keepgrad knows has its forward checked only.
+    The outputs must be those of the plain model. If everything is kept, the gradients must be those of autograd. For a
+    model without any block that keepgrad knows, only the outputs are checked.
     """
     few = task.of(samples)
 
@@ -287,7 +287,7 @@ def check(task: Task, samples: int = 2) -> list[Check]:
 
 
 def _difference(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> float:
-    """The norm of the difference, against the norm of what is wanted."""
+    """The norm of the difference, divided by the norm of `wanted`."""
     pairs = [(a, b) for a, b in zip(found, wanted, strict=True) if a is not None and b is not None]
     if any((a is None) != (b is None) for a, b in zip(found, wanted, strict=True)):
         return math.nan
@@ -314,13 +314,13 @@ def bench(
 
     Args:
         task: the step.
-        methods: what is compared.
-        rounds: timed steps of each method.
-        title: what stands above the table.
-        advance: called with what is done next, `len(methods) + rounds + 1` times.
+        methods: the methods to compare.
+        rounds: how many steps of each method are timed.
+        title: the title of the table.
+        advance: shows progress. It is called `len(methods) + rounds + 1` times, with the name of what is done next.
 
     Returns:
-        What was measured; after Ctrl-C, what was measured until then, with `interrupted` set.
+        The measurements. After Ctrl-C, those that were made until then, with `interrupted` set.
     """
     ids = task.given.get("input_ids") if isinstance(task.given, dict) else None
     samples = next(leaf for leaf in tree_leaves(task.given) if isinstance(leaf, Tensor)) if ids is None else ids
@@ -342,7 +342,7 @@ def bench(
 
     with ExitStack() as stack:
         if task.compiled or any(method.is_compiled for method in methods):
-            # The copies of the model have their code in common, and dynamo would give up on it after a few of them.
+            # The copies of the model share their code, and dynamo would stop compiling it after a few of them.
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=64 * len(methods)))
         try:
             for method in methods:
@@ -366,13 +366,13 @@ def bench(
 
 
 def _attempt(row: Row, task: Task, what: Callable[[], Any]) -> Any:
-    """What a function gives; if it fails, None, with the reason in the row."""
+    """Call a function and return its result. If it fails, write the reason into the row and return None."""
     try:
         return what()
     except torch.OutOfMemoryError:
         row.problem = "out of memory"
-    except Exception as error:  # of whatever the method, the model or the compiler is made of
-        is_memory = "can't allocate memory" in str(error)  # as the CPU says it
+    except Exception as error:  # methods, models and compilers raise errors of any kind
+        is_memory = "can't allocate memory" in str(error)  # the message of the CPU's allocator
         row.problem = "out of memory" if is_memory else reason_of(error)
-    task.free()  # only here: inside of except, the traceback still holds the tensors of the step
+    task.free()  # not inside `except`: there, the traceback still holds the tensors of the step
     return None

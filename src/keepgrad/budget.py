@@ -1,6 +1,6 @@
-"""What fits a memory budget: the largest keep-ratio, the largest batch, or the cheapest setting.
+"""Find what fits a memory budget: the largest keep-ratio, the largest batch, or the cheapest setting.
 
-All of it is found by `estimate`, so it takes no GPU and no memory, and a few seconds for each setting that is tried.
+The search uses `estimate`, so it needs no GPU and no memory. Each setting that is tried takes a few seconds.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from .report import Report, Table, figures, readable_bytes
 __all__ = ["Fit", "Trial", "bytes_of", "fit"]
 
 BY = ("keep_ratio", "batch_size", "cheapest")
-STEPS = 32  # of the keep-ratio
+STEPS = 32  # keep-ratios tried are multiples of 1/32
 LARGEST_BATCH = 2**20
 
-# By what they do to the gradient. A class is tried when nothing in the one before fits; in it, the least work wins.
+# Classes of methods, those that change the gradient least first. A class is tried only if nothing in the classes before
+# it fits. Among the methods that fit, the one with the fewest FLOPs wins.
 CLASSES: tuple[tuple[Method, ...], ...] = (
     (
         FULL,
@@ -47,7 +48,7 @@ CLASSES: tuple[tuple[Method, ...], ...] = (
 
 @dataclass(frozen=True)
 class Trial:
-    """A method that was tried, and what a training step with it takes."""
+    """A method that was tried, with the memory and FLOPs of one training step."""
 
     method: Method
     batch_size: int
@@ -61,7 +62,7 @@ class Trial:
 
     @property
     def options(self) -> Mapping[str, Any] | None:
-        """Options for `apply`; None where the model is left as it is."""
+        """Options for `apply`; None if the method does not use keepgrad."""
         return self.method.options
 
     @property
@@ -76,7 +77,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Fit(Report):
-    """What fits. `keepgrad.apply(model, **fit.options)` puts it into force, unless `options` is None."""
+    """The result of `fit`. If `options` is not None, use it by `keepgrad.apply(model, **fit.options)`."""
 
     budget: int
     best: Trial
@@ -96,7 +97,7 @@ class Fit(Report):
 
     @property
     def keep_ratio(self) -> Any:
-        """The keep-ratio of the best setting; None where the model is left as it is."""
+        """The keep-ratio of the best setting; None if it does not use keepgrad."""
         options = self.best.options
         if options is None or "keep_ratio" in options:
             return None if options is None else options["keep_ratio"]
@@ -126,7 +127,7 @@ class Fit(Report):
         return [Table(f"What fits into {readable_bytes(self.budget)}", head, rows)]
 
     def plot(self) -> Any:
-        """The memory of every trial, and the budget."""
+        """A bar for the memory of every trial, and a line for the budget."""
         figure = figures().Figure(figsize=(7, 1.5 + 0.3 * len(self.trials)), layout="constrained")
         axes = figure.subplots()
         names = [f"{trial.name}, batch {trial.batch_size}" for trial in self.trials]
@@ -148,19 +149,19 @@ def fit(
     """Find what fits a memory budget.
 
     Args:
-        model: the model. For by="batch_size" it may be patched or checkpointed; else it has to be plain. It stays as
-            it is.
-        input_shape: the shape of a batch; by="batch_size" does not look at its first number.
+        model: the model. It must not be patched, except with by="batch_size", where it may be patched or checkpointed.
+            It is not changed.
+        input_shape: the shape of a batch. With by="batch_size", its first number is ignored.
         budget: bytes, as a number or as text such as "8GiB" or "500MB".
-        by: "keep_ratio", the largest one (in steps of 1/32) on all blocks; "batch_size", the largest one; or
-            "cheapest", the setting of keep-ratio, save policy, store and checkpointing with the fewest FLOPs among
-            those that hurt the gradient least: first those that keep attention exact and the MLP half or better
-            (checkpointing is one of them), then 0.5, 0.25 and 0.125 everywhere. Of those with equal FLOPs it is the one
-            that does least besides: packing into 8 bits comes last.
-        **options: `optimizer`, `amp` and `loss`, as for `estimate`; with by="keep_ratio" also options of `apply`.
+        by: what to search for. "keep_ratio": the largest keep-ratio, in steps of 1/32, the same for all blocks.
+            "batch_size": the largest batch. "cheapest": the setting with the fewest FLOPs among those that hurt the
+            gradient least. It tries keep-ratios, save policies, stores and checkpointing: first settings that keep
+            all of attention and at least half of the MLP (checkpointing is one of them), then the preset "balanced",
+            then 0.5, 0.25 and 0.125 everywhere. Of settings with equal FLOPs, one that stores in 8 bits comes last.
+        **options: `optimizer`, `amp` and `loss`, as for `estimate`. With by="keep_ratio", options of `apply` too.
 
     Raises:
-        BudgetError: if nothing fits; says how much would be needed.
+        BudgetError: if nothing fits. The message says how much memory would be needed.
         ConfigError: if an argument is not one of those above.
         AlreadyAppliedError: if the model is patched and `by` is not "batch_size".
     """
@@ -197,7 +198,7 @@ def fit(
 
 
 def bytes_of(budget: str | int) -> int:
-    """A number of bytes, from a number or from text with a unit."""
+    """Turn a budget into bytes: a number, or text with a unit such as "8GiB"."""
     units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
     units |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(budget).lower())
@@ -228,7 +229,7 @@ def _largest_ratio(attempt: Callable[[float], Trial]) -> tuple[Trial, list[Trial
 
 
 def _largest_batch(attempt: Callable[[int], Trial], limit: int) -> tuple[Trial, list[Trial]]:
-    """Memory grows with the batch nearly in a straight line, so few guesses are enough."""
+    """Memory is nearly linear in the batch size, so a few guesses are enough."""
     trials = [attempt(1)]
     if not trials[0].fits:
         return trials[0], trials

@@ -1,4 +1,4 @@
-"""Calling a model whatever its arguments are, and in training mode for a while."""
+"""Call a model with any kind of arguments, and run it in training mode for a while."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
 
 @contextmanager
 def in_training(model: nn.Module) -> Iterator[None]:
-    """The model in training mode. One that is in evaluation gets its modes back at the end."""
+    """Inside this context, the model is in training mode. At the end, a model from evaluation gets its modes back."""
     if model.training:
         yield
         return

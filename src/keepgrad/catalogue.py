@@ -1,7 +1,7 @@
-"""The families keepgrad knows, each with a model to show and measure it on.
+"""The model families that keepgrad knows, each with an example model.
 
-A row is found out, not written down: the example is built, and what `find_blocks` finds in it is the row. Saved bytes
-are measured on the example with random weights.
+The rows of the catalogue are not written by hand: each example is built, and its row is what `find_blocks` finds in it.
+Saved bytes are measured on the example with random weights.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = ["EXAMPLES", "Example", "Row", "count_timm", "rows"]
 
 @dataclass(frozen=True)
 class Example:
-    """A family and a model of it: a name for `models.create`, or a class of transformers, built from its defaults and
-    the numbers given after its name (`patch_size=16`).
+    """A family and one model of it.
 
-    `modules` are the files of timm whose architectures are of the family.
+    `model` is a name for `models.create`, or a class of transformers. Such a class is built from its defaults and the
+    numbers that follow its name, e.g. `patch_size=16`. `modules` names the files of timm that define the family.
     """
 
     family: str
@@ -55,22 +55,22 @@ class Example:
                 numbers = {key: int(value) for key, _, value in (one.partition("=") for one in given)}
                 config = kind.config_class(**numbers)
                 if hasattr(config, "use_cache"):
-                    config.use_cache = False  # as one trains
+                    config.use_cache = False  # as in training
                 return kind(config).train()
         return models.create(self.model, device=device)
 
     def inputs(self, model: nn.Module, batch: int = 2) -> Any:
-        """Images, clips, or texts of 77 tokens."""
+        """Random inputs for the model: images, clips, or texts of 77 tokens."""
         if self.library == "torch":
             return torch.randn(batch, 64, 256)
         return models.inputs_for(model, batch, length=77)
 
 
 SMALL_LLAMA = "hidden_size=1024 intermediate_size=2816 num_hidden_layers=4 num_key_value_heads=8"
-"""Language models are too large by default to be measured everywhere."""
+"""A small setting: with its defaults, a language model is too large to be measured on every machine."""
 
 SMALL_VJEPA = "frames_per_clip=16 crop_size=224 hidden_size=384 num_attention_heads=6 num_hidden_layers=6"
-"""By default it is given 64 frames."""
+"""A small setting: by default, V-JEPA takes 64 frames."""
 
 EXAMPLES = (
     Example("ViT, DeiT", "vit_small_patch16_224", ("vision_transformer", "deit")),
@@ -119,7 +119,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Row:
-    """What keepgrad finds in an example. `saved` is its share of full backprop's saved bytes at 0.5, if measured."""
+    """What keepgrad finds in an example. `saved`: bytes at keep_ratio 0.5 / bytes of full backprop, if measured."""
 
     example: Example
     classes: tuple[str, ...]
@@ -132,7 +132,7 @@ class Row:
 
 
 def rows(measure: bool = False) -> Iterator[Row]:
-    """The rows for the libraries that are installed; with `measure`, saved bytes too, which takes minutes."""
+    """The rows for the libraries that are installed. With `measure`, also measures saved bytes, which takes minutes."""
     for example in EXAMPLES:
         if importlib.util.find_spec(example.library) is not None:
             yield _row(example, measure)
@@ -159,7 +159,7 @@ def _row(example: Example, measure: bool) -> Row:
 
 
 def measured(example: Example) -> float:
-    """The share of full backprop's saved bytes that 0.5 on all blocks saves, on the example."""
+    """Bytes saved with keep_ratio 0.5 on all blocks, divided by the bytes that full backprop saves."""
     torch.manual_seed(0)
     model = example.build("cpu").train()
     given = example.inputs(model)
@@ -169,7 +169,7 @@ def measured(example: Example) -> float:
 
 
 def count_timm() -> dict[str, int]:
-    """How many architectures of timm have sites, by the best tier they reach. Builds every one: takes minutes."""
+    """How many architectures of timm have sites, by their best tier. Builds every architecture, which takes minutes."""
     found = {"tier 1": 0, "tier 2": 0, "none": 0}
     for name in models.timm().list_models():
         model = models.create(name, device="meta")

@@ -1,7 +1,7 @@
 """KeepConfig: every setting of keepgrad, frozen and validated, with its flag on the command line; and the presets.
 
-A field that is None takes its value from the preset, and from the defaults where the preset has none. Precedence:
-what the user gave, then the preset, then the defaults.
+A field that is None takes its value from the preset. If the preset does not set it either, the field takes the
+default. So a value that the user gave overrides the preset, and the preset overrides the defaults.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def _ratio(text: Any) -> Any:
-    """A flag as a keep-ratio; what is no text is left to `KeepConfig`."""
+    """Turn the text of a flag into a keep-ratio. A value that is not text is returned unchanged."""
     if not isinstance(text, str):
         return text
     try:
@@ -75,30 +75,34 @@ def _layers(text: Any) -> Any:
 
 @dataclass(frozen=True)
 class KeepConfig:
-    """What to keep, where.
+    """Every setting of keepgrad: which gradients are kept, and in which blocks.
 
     Args:
-        preset: "exact", "text", "accurate", "balanced", "small" or "paper". With neither preset nor keep_ratio: "text"
-            for blocks whose positions are words, "accurate" for all others.
-        keep_ratio: the share of positions whose gradient is kept, in (0, 1]: a number; one for each of
-            `{"attention": ..., "mlp": ...}` (a branch left out keeps everything); a list with one per chosen block,
-            in the order of the blocks; or a function of the number of a chosen block and how many there are.
-        mask: which positions: "grid", "random", "block", or for models of clips "frame", whole frames.
-        reduce: what becomes of the rest: "drop", "scaled", "fold" (the default) or "pool".
-        schedule: "uniform"; the ratio "increasing" or "decreasing" over the blocks around the same mean; or "careful",
-            which keeps everything where reducing hurts most: the coarsest stage, or the first block of a transformer.
-        layers: which blocks: "all"; "first 2/3" or "last 2/3" (any fraction); indices; "paper"; or a function of the
-            block's name.
-        attention: how attention is reduced: "qkv", "query", "head", or "off" to leave its own backward whole.
+        preset: "exact", "text", "accurate", "balanced", "small" or "paper". If neither preset nor keep_ratio is given,
+            blocks whose positions are words use "text" and all other blocks use "accurate".
+        keep_ratio: the share of positions whose gradient is kept, in (0, 1]. Give a number; a dictionary
+            `{"attention": ..., "mlp": ...}` (a branch that is left out keeps everything); a list with one ratio per
+            chosen block, in the order of the blocks; or a function `f(i, n)` that returns the ratio of block `i` of
+            the `n` chosen blocks.
+        mask: which positions are kept: "grid", "random", "block", or, for video models only, "frame", which keeps
+            whole frames.
+        reduce: what happens to the dropped positions: "drop", "scaled", "fold" (the default) or "pool".
+        schedule: how the ratio changes over the blocks. "uniform": it does not. "increasing" and "decreasing": it
+            changes linearly, and its mean is keep_ratio. "careful": the blocks where reducing hurts most keep
+            everything, which are those of the coarsest stage, or the first block of a transformer.
+        layers: which blocks are reduced: "all"; "first 2/3" or "last 2/3" (any fraction); indices; "paper"; or a
+            function that takes the block's name and returns True or False.
+        attention: how attention is reduced: "qkv", "query", "head", or "off" to run it with full backprop.
         mlp: whether MLP branches are reduced.
         downsample: whether downsampling layers between stages are reduced.
-        save: "heavy" or "input", or one for each of `{"attention": ..., "mlp": ...}`.
-        store: how saved values wait for backward: "full", as they were computed, or "int8", in 8 bits; or one for
-            each of `{"attention": ..., "mlp": ...}`. One "int8" for all also packs what the rest of the model
-            saves, and works for models without any block that keepgrad knows.
-        modules: `{"mlp": MyMlp}`: a class (or its full name) or modules of your own that work on each position alone,
-            which become sites.
-        seed: makes the masks a sequence of their own; None derives them from torch's random state.
+        save: which values are saved for backward: "heavy" or "input", or a dictionary
+            `{"attention": ..., "mlp": ...}`.
+        store: how saved values are stored until backward: "full" stores them as they were computed, "int8" in 8 bits.
+            Or a dictionary `{"attention": ..., "mlp": ...}`. `store="int8"` for all branches also packs what the rest
+            of the model saves, and works for models without any block that keepgrad knows.
+        modules: `{"mlp": MyMlp}` turns modules of your own into sites. Give a class, its full name, a module or a list
+            of them. They must work on each position alone.
+        seed: if given, masks are drawn from this seed; if None, from torch's random state.
 
     Raises:
         ConfigError: if a value cannot work for any model.
@@ -177,7 +181,11 @@ class KeepConfig:
             raise ConfigError(f"schedule={self.schedule!r} goes with one keep_ratio; a list or function is a schedule")
 
     def settings(self, text: bool = False) -> Settings:
-        """The values in force, for blocks of `text` or for others: the user's, the preset's, the defaults."""
+        """Fill in every value: the user's, else the preset's, else the default.
+
+        `text` is True for blocks whose positions are words. It decides the preset if the user gave neither a preset
+        nor a keep_ratio.
+        """
         preset = self.preset
         if preset is None and self.keep_ratio is None:
             preset = "text" if text else "accurate"
@@ -216,12 +224,12 @@ class Settings:
 
     @property
     def packs_the_rest(self) -> bool:
-        """Whether what is saved outside of sites is packed too."""
+        """True if values that are saved outside of sites are stored in 8 bits too."""
         return self.store == "int8"
 
     @property
     def reduces_nothing(self) -> bool:
-        """Whether packing is all that was asked for, which any model can have."""
+        """True if the user asked only for storing in 8 bits, which works for any model."""
         asked = self.given - {"store", "seed"}
         return self.packs_the_rest and not asked and (self.preset == "exact" or not self.chose_preset)
 
@@ -232,7 +240,7 @@ class Settings:
 
 
 def _class_named(path: str) -> type:
-    """The class that a full name such as `my.package.MyMlp` stands for."""
+    """Import the class with a full name such as `my.package.MyMlp`."""
     package, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(package), name)
@@ -248,7 +256,7 @@ def _of_branch(value: str | Mapping[str, str], kind: str, otherwise: str) -> str
 
 
 def branch_of(kind: str) -> str:
-    """The kind of branch whose settings a site of `kind` follows: downsampling layers go with the MLPs."""
+    """Whose settings a site of `kind` uses, "attention" or "mlp": downsampling layers use those of the MLPs."""
     return "attention" if kind == "attention" else "mlp"
 
 
@@ -276,7 +284,7 @@ def _check_ratio(value: object) -> None:
 
 
 def check_number(value: object) -> float:
-    """A keep-ratio in (0, 1], or a ConfigError."""
+    """Return a keep-ratio as a float; raise ConfigError if it is not in (0, 1]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"keep_ratio={value!r}: give a number in (0, 1], e.g. 0.5")
     if not 0 < value <= 1:

@@ -1,12 +1,16 @@
 """The random draw of a training step: its masks, kept heads and rounding noise, shared by all sites of a model.
 
-The number from which they derive is read off torch's CPU random stream at the first site and the stream is put back, so
-dropout and drop path draw what they would draw without keepgrad, in the model and in what it is a part of; when the
-gradients come back, the stream moves on by one number. So the masks are reproduced by whatever reproduces torch's
-random state. Where sites run outside the model's own forward (`forward_features`, a recomputed checkpoint), a site that
-comes a second time begins a new draw, of the random state and a count.
+All of these are computed from one number, the step seed. Without a `seed`, it comes from torch's random state:
 
-With a seed, masks derive from the seed, the number of the step (`set_step`) and a count of the draws since it was set.
+- The first site that runs in a step reads a number from torch's CPU random stream, and then puts the stream back. So
+  dropout and drop path draw the same numbers as without keepgrad, in the model and in a larger one around it.
+- When the gradients come back, the stream moves on by one number, so that the next step has other masks.
+- So whatever restores torch's random state also restores the masks.
+- Sites may run outside the model's own forward (`forward_features`, a recomputed checkpoint). There, a site that runs
+  a second time begins a new draw, whose number is made from the random state and a count of such draws.
+
+With a `seed`, the step seed is made from the seed, the number of the step (`set_step`) and a count of the draws since
+that number was set.
 """
 
 from __future__ import annotations
@@ -27,25 +31,25 @@ from .sampling import Kept, Layout, as_tensor, hashed, sample, slot_count
 __all__ = ["Draw", "Shared"]
 
 DRAWS = 2**20
-"""More draws than a step has: so far apart are the numbers that the draws of two steps derive from."""
+"""How far apart the seeds of two steps are. No step has this many draws, so steps never share a seed."""
 
 
 class Draw:
-    """The draw of one step: the number that all of it derives from, and what was drawn so far."""
+    """The draw of one step: the number that everything is computed from, and what was drawn so far."""
 
     def __init__(self, step_seed: int | Tensor, is_of_part: bool = False) -> None:
         self.step_seed = step_seed
         self.is_of_part = is_of_part  # made by a block that is compiled by itself, for its own use
         self.kept: dict[tuple[Any, ...], Kept | None] = {}
-        self.real: dict[int, tuple[Tensor, Tensor]] = {}  # masks of scores, and which positions are not padding
+        self.real: dict[int, tuple[Tensor, Tensor]] = {}  # attention masks, and which positions are not padding
         self.heads: dict[tuple[Any, ...], Tensor] = {}
         self.noise: dict[torch.device, Tensor] = {}
         self.seen: set[tuple[str, str]] = set()
-        self.has_moved = False  # torch's random stream, on from the number this was made of
+        self.has_moved = False  # True once torch's random stream has moved on after this draw
 
 
 class Shared:
-    """What the patches of one model share: the draw of the current step, and whether `exact` is on."""
+    """State that all patches of one model share, such as the draw of the current step and whether `exact` is on."""
 
     def __init__(self, seed: int | None, packs_the_rest: bool) -> None:
         self.packs_the_rest = packs_the_rest
@@ -54,9 +58,9 @@ class Shared:
         self.tables: dict[Any, Any] = {}  # what is the same in the draws of all steps (see `sample`)
         self.in_root = False
         self.redraws = 0
-        self.grids: dict[str, tuple[int, ...]] = {}  # the shapes of the patches, by the layer that makes them
+        self.grids: dict[str, tuple[int, ...]] = {}  # patches in each direction, by the name of their layer
         self.waiting: dict[str, None] = {}  # the blocks that have not run in training yet
-        # The number of the step for blocks that are compiled by themselves, each of which derives its masks from it.
+        # The step seed for blocks that are compiled by themselves. Each of them computes its masks from it.
         self.part_seed: Tensor | None = None
         self.seed = seed
         # A tensor, so that torch.compile does not take its value for a constant.
@@ -72,7 +76,7 @@ class Shared:
         self.grids = {}
 
     def begin_parts(self, x: Tensor) -> None:
-        """The step has blocks that are compiled by themselves; `x` is its input."""
+        """Draw the seed of a step in a model with blocks that are compiled by themselves. `x` is the model's input."""
         self.part_seed = as_tensor(self._new_draw(x).step_seed, x.device)
         self.waiting = {}  # compiled blocks do not say that they ran
 
@@ -104,7 +108,7 @@ class Shared:
             )
 
     def draw_for(self, site: Site, x: Tensor) -> Draw:
-        """The draw of the current step; a new one where the site, whose input is `x`, has already been part of it."""
+        """The draw of the current step. If this site has already used it, begins a new one. `x` is the site's input."""
         if self.part_seed is not None and torch.compiler.is_compiling():
             return Draw(self.part_seed, is_of_part=True)
         draw = self.draw
@@ -127,7 +131,7 @@ class Shared:
             self.counter.add_(1)
             return counted.to(x.device)
         if is_fake(x):
-            return 0  # there are no numbers
+            return 0  # fake tensors have no data, so any number will do
         if self.counter is not None:
             seed = int(self.counter)
             self.counter.add_(1)
@@ -141,7 +145,7 @@ class Shared:
         return seed
 
     def kept(self, draw: Draw, site: Site, x: Tensor, layout: Layout, mask: Tensor | None = None) -> Kept | None:
-        """The slots of a site. `mask` is that of the attention scores, where it may tell what is padding."""
+        """The slots of a site. `mask` is the attention mask, if it may mark padding."""
         if mask is not None:
             return self._kept_of_padded(draw, site, x, layout, mask)
         key = (x.shape[0], layout, site.keep_ratio, site.mask, site.reduce, x.device)
@@ -154,9 +158,9 @@ class Shared:
         return draw.kept[key]
 
     def _kept_of_padded(self, draw: Draw, site: Site, x: Tensor, layout: Layout, mask: Tensor) -> Kept | None:
-        """The slots of sequences with padding; those of layers that are given the same mask are the same."""
+        """The slots of sequences with padding. Layers with the same attention mask share their slots."""
         if id(mask) not in draw.real:
-            draw.real[id(mask)] = (mask, real_positions(mask).expand(x.shape[0], -1))  # held: no other has its id
+            draw.real[id(mask)] = (mask, real_positions(mask).expand(x.shape[0], -1))  # held, so its id stays unique
         key = (x.shape[0], layout, site.keep_ratio, site.mask, site.reduce, id(mask))
         if key not in draw.kept:
             real = draw.real[id(mask)][1]
@@ -165,7 +169,7 @@ class Shared:
         return draw.kept[key]
 
     def heads(self, draw: Draw, site: Site, heads: int, device: torch.device) -> Tensor:
-        """The kept heads of a site, a random subset."""
+        """The kept heads of a site: a random subset of its heads."""
         key = (heads, slot_count(heads, site.keep_ratio), device)
         if key not in draw.heads:
             order = hashed(as_tensor(draw.step_seed, device), 3, heads).argsort()
@@ -173,7 +177,7 @@ class Shared:
         return draw.heads[key]
 
     def noise(self, x: Tensor, draw: Draw | None = None) -> Tensor:
-        """The random numbers to round values like `x` with in this step."""
+        """The random numbers for rounding values like `x` in this step."""
         draw = draw or self.draw or self._new_draw(x)
         if x.device not in draw.noise:
             draw.noise[x.device] = dither(draw.step_seed, x)

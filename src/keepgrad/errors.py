@@ -20,7 +20,7 @@ __all__ = [
 
 
 def reason_of(error: BaseException, most: int = 300) -> str:
-    """What an error of another library says, in one line."""
+    """The message of an error of another library, in one line."""
     text = " ".join(str(error).split())
     if isinstance(error, (KeyError, IndexError)) or not text:
         text = f"{type(error).__name__} {text}".strip()
@@ -28,7 +28,7 @@ def reason_of(error: BaseException, most: int = 300) -> str:
 
 
 class KeepgradError(Exception):
-    """Base of every error keepgrad raises on purpose."""
+    """The base class of every error that keepgrad raises on purpose."""
 
 
 class ConfigError(KeepgradError, ValueError):
@@ -48,7 +48,7 @@ class NotAppliedError(KeepgradError, RuntimeError):
 
 
 class InputError(KeepgradError, ValueError):
-    """An input does not fit."""
+    """An argument or an input of the model is wrong."""
 
 
 class MapTooSmallError(InputError):
@@ -60,27 +60,27 @@ class BudgetError(KeepgradError):
 
 
 class CheckpointingError(KeepgradError):
-    """The model cannot be checkpointed by its own means."""
+    """The model has no checkpointing of its own that works."""
 
 
 class FileError(KeepgradError):
-    """A file cannot be written, or is not what it should be; nothing that was there is lost."""
+    """A file cannot be written, or its content is wrong. Nothing that was there is lost."""
 
 
 class DivergedError(KeepgradError):
-    """The loss is no finite number any more."""
+    """The loss has become NaN or infinite."""
 
 
 class StoppedError(KeepgradError):
-    """A signal ended a training run between two steps; it can be resumed."""
+    """A signal ended a training run between two steps. The run can be resumed."""
 
 
 class StoppedElsewhereError(StoppedError):
-    """Another process of a training run stopped, and this one with it; that one says why."""
+    """Another process of the training run stopped, so this one stopped too. The other process says why."""
 
 
 class UnsupportedByTorchError(KeepgradError, AttributeError):
-    """Something of torch cannot be used on a patched model; the message says what to use instead.
+    """A feature of torch cannot be used on a patched model. The message says what to use instead.
 
-    It is an AttributeError too, for it may be the answer to a question for an attribute.
+    It is an AttributeError too, because it may be raised when an attribute is looked up.
     """

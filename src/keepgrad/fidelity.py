@@ -1,17 +1,17 @@
 """How well kept gradients agree with exact ones: `fidelity` of one setting, `compare` of several.
 
-With g the exact gradient and g_k that of draw k of the masks, over the draws and the batches:
+Below, g is the exact gradient and g_k the gradient with draw k of the masks. Means are over all draws and batches.
 
-| figure     | what it says                                 | definition                                          |
-| ---        | ---                                          | ---                                                 |
-| cosine     | of one step: how well the direction agrees   | mean of cos(g_k, g)                                 |
-| norm_ratio | of one step: how well the length agrees      | mean of norm(g_k) / norm(g)                         |
-| bias       | of many steps: what is missing always        | cos(mean g_k, mean g)                               |
-| spread     | of many steps: what averages out             | rms of norm(g_k - mean of its batch) / rms norm(g)  |
-| adam       | of many steps of Adam                        | cos(u_k, u), where u = mean(g) / sqrt(mean(g^2))    |
+| figure     | what it says                                    | definition                                          |
+| ---        | ---                                             | ---                                                 |
+| cosine     | in one step: how well the direction agrees      | mean of cos(g_k, g)                                 |
+| norm_ratio | in one step: how well the length agrees         | mean of norm(g_k) / norm(g)                         |
+| bias       | over many steps: the error that remains         | cos(mean g_k, mean g)                               |
+| spread     | over many steps: the error that averages out    | rms of norm(g_k - mean of its batch) / rms norm(g)  |
+| adam       | over many steps: how well Adam's update agrees  | cos(u_k, u), where u = mean(g) / sqrt(mean(g^2))    |
 
-Adam weighs small components like large ones, and bias hurts training more than spread of the same size. The exact
-gradient is that of the model's own code at the same batch, parameters, dropout and drop path.
+Adam gives small components the same weight as large ones. Bias hurts training more than spread of the same size. The
+exact gradient comes from the model's own code with the same batch, parameters, dropout and drop path.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Loss = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a group of parameters agrees; NaN where a gradient is zero, exact or kept."""
+    """How well the gradients of a group of parameters agree. NaN where the exact or the kept gradient is zero."""
 
     name: str
     size: int
@@ -59,7 +59,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class FidelityReport(Report):
-    """Agreement with exact gradients: of all parameters, of each layer, of each parameter."""
+    """Agreement with exact gradients: for all parameters together, for each layer and for each parameter."""
 
     whole: Agreement
     layers: tuple[Agreement, ...]
@@ -78,7 +78,7 @@ class FidelityReport(Report):
         return [Table(title, head, rows, note)]
 
     def plot(self) -> Any:
-        """Cosine, bias and norm ratio of the layers."""
+        """Two panels over the layers: cosine, bias and adam above; norm ratio and spread below."""
         figure = figures().Figure(figsize=(max(6.0, 0.45 * len(self.layers) + 3), 5.5), layout="constrained")
         above, below = figure.subplots(2, 1, sharex=True)
         names = [layer.name for layer in self.layers]
@@ -105,12 +105,12 @@ def fidelity(model: nn.Module, batch: Any, loss_fn: Loss, draws: int = 8) -> Fid
     Args:
         model: a model that `apply` patched.
         batch: `(inputs, targets)`, or a list of such pairs.
-        loss_fn: from the model's output and the targets to the loss, e.g. `torch.nn.functional.cross_entropy`.
-        draws: how many draws of the masks for each batch.
+        loss_fn: takes the model's output and the targets, returns the loss, e.g. `torch.nn.functional.cross_entropy`.
+        draws: how many times masks are drawn for each batch.
 
     Raises:
         NotAppliedError: if the model is not patched.
-        InputError: if the batch or the number of draws does not fit.
+        InputError: if the batch or the number of draws is wrong, or all parameters are frozen.
     """
     if not block_names(model):
         raise NotAppliedError(
@@ -142,7 +142,10 @@ def fidelity(model: nn.Module, batch: Any, loss_fn: Loss, draws: int = 8) -> Fid
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting among those compared. `front` marks the Pareto front of cosine, bytes and FLOPs."""
+    """One of the compared settings.
+
+    `front` is True on the Pareto front: no other setting is at least as good in all of cosine, bytes and FLOPs.
+    """
 
     name: str
     cosine: float
@@ -157,7 +160,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Comparison(Report):
-    """Settings, the best agreement first. `full_bytes` and `full_flops` are those of full backprop."""
+    """The settings, best cosine first. `full_bytes` and `full_flops` are the figures of full backprop."""
 
     settings: tuple[Setting, ...]
     full_bytes: int
@@ -186,7 +189,7 @@ class Comparison(Report):
         return [Table("Settings by agreement with exact gradients", head, rows, note)]
 
     def plot(self) -> Any:
-        """Agreement against bytes; the Pareto front is filled."""
+        """Cosine against saved bytes. Settings on the Pareto front are filled circles."""
         figure = figures().Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.subplots()
         for s in self.settings:
@@ -207,7 +210,7 @@ def compare(
     """Rank settings by their agreement with exact gradients, the bytes they save for backward and their FLOPs.
 
     Args:
-        model: a model that is not patched; it is so again at the end.
+        model: a model that is not patched. Each setting is applied and removed again.
         batch: as for `fidelity`.
         loss_fn: as for `fidelity`.
         configs: KeepConfigs, dictionaries of their fields, or names of presets.
@@ -215,7 +218,7 @@ def compare(
 
     Raises:
         AlreadyAppliedError: if the model is patched.
-        ConfigError: if a setting is wrong, or there is none.
+        ConfigError: if a setting is wrong, or the list is empty.
         InputError: if the batch does not fit.
     """
     if block_names(model):
@@ -244,7 +247,7 @@ def compare(
 
 @dataclass
 class _Sums:
-    """What the figures of one parameter are made of; sums over draws and batches."""
+    """Sums over draws and batches, from which the figures of one parameter are computed."""
 
     size: int
     dots: list[float]  # <g_k, g>
@@ -272,7 +275,7 @@ class _Sums:
         self.second += wanted.square()
 
     def end_batch(self, draws: int) -> None:
-        """The scatter of n vectors about their mean is the sum of their squares less the square of their sum over n."""
+        """Add the scatter of this batch's n draws around their mean: the sum of |g_k|^2, minus |sum of g_k|^2 / n."""
         around = sum(self.kept_squares[-draws:]) - float(self.batch_mean.square().sum()) / draws
         self.scatter += max(0.0, around)
         self.kept_mean += self.batch_mean
@@ -308,7 +311,7 @@ def _agreement(name: str, parts: list[_Sums]) -> Agreement:
 
 
 def _update(mean: Tensor, second: Tensor, count: int) -> Tensor:
-    """Adam's update from sums of gradients and of their squares: elements without a gradient do not move."""
+    """Adam's update, from the sums of gradients and of their squares. It is zero for elements without a gradient."""
     mean, root = mean / count, (second / count).sqrt()
     return torch.where(root > 0, mean / root.clamp_min(torch.finfo(root.dtype).tiny), 0)
 
@@ -333,7 +336,10 @@ def _report(
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Buffers, random state and mode as they were, at the end and at each call of what is yielded."""
+    """Run the model in training mode, and restore its buffers, mode and random state at the end.
+
+    Yields a function that restores buffers and random state at once.
+    """
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = sorted({t.device.index for t in model.parameters() if t.device.type == "cuda"})
     with ExitStack() as stack:
@@ -359,7 +365,7 @@ def _undisturbed(model: nn.Module) -> Iterator[Callable[[], None]]:
 def _gradient(
     model: nn.Module, inputs: Any, targets: Any, loss_fn: Loss, named: dict[str, nn.Parameter]
 ) -> dict[str, Tensor]:
-    """The gradients by name, in float64, zero where the loss does not depend on the parameter."""
+    """The gradients by parameter name, in float64. Zero for a parameter that the loss does not depend on."""
     loss = loss_fn(call(model, inputs), targets)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise InputError(f"loss_fn returned {type(loss).__name__}; it has to return a tensor with one number")
@@ -370,7 +376,7 @@ def _gradient(
 
 
 def _batches(batch: Any) -> list[tuple[Any, Any]]:
-    """A batch, or a list of them, as pairs of inputs and targets."""
+    """Turn a batch, or a list of batches, into a list of pairs of inputs and targets."""
     pairs = [batch] if _is_pair(batch) else batch
     if not isinstance(pairs, (list, tuple)) or not pairs or not all(_is_pair(pair) for pair in pairs):
         raise InputError("batch: give a pair (inputs, targets), or a list of such pairs")
@@ -381,7 +387,7 @@ def _is_pair(batch: Any) -> bool:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         return False
     inputs, targets = batch
-    # A list of two pairs is no pair.
+    # A list of two pairs is two batches, not one pair.
     return not (isinstance(batch, list) and _is_pair(inputs) and _is_pair(targets)) and any(
         isinstance(leaf, Tensor) for leaf in tree_leaves(inputs)
     )

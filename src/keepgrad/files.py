@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, in folders that one process has at a time."""
+"""Write files whole or not at all, and lock folders so that only one process uses them at a time."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def text_of(path: Path) -> str:
     """The text of a file.
 
     Raises:
-        OSError: if it cannot be read, or is no plain file: a FIFO would make the reader wait for ever.
-        ValueError: if it is no text.
+        OSError: if it cannot be read, or is not a regular file: reading a FIFO could wait forever.
+        ValueError: if it is not text.
     """
     if path.exists() and not path.is_file():
         raise OSError("it is not a plain file")
@@ -34,7 +34,7 @@ def text_of(path: Path) -> str:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A path to write to, whose file takes the place of `path` at the end.
+    """Yield a temporary path to write to. At the end, that file replaces the one at `path`.
 
     Raises:
         FileError: if it could not be written; what was at `path` before is still there.
@@ -50,7 +50,7 @@ def written_whole(path: Path) -> Iterator[Path]:
     except KeepgradError:
         _forget(partial)
         raise
-    except Exception as error:  # each library has an exception of its own for a full disk
+    except Exception as error:  # each library raises its own exception for a full disk
         _forget(partial)
         reason = " ".join(str(error).split()) or type(error).__name__
         raise FileError(f"cannot write {path}: {reason[:300]}; is there space, and may you write there?") from error
@@ -60,12 +60,12 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def _forget(partial: Path) -> None:
-    with suppress(OSError):  # on a read-only file system also a file that is not there cannot be taken away
+    with suppress(OSError):  # on a read-only file system, removing a missing file fails too
         partial.unlink(missing_ok=True)
 
 
 def make_folder(path: Path) -> None:
-    """Raises FileError if it cannot be made."""
+    """Make a folder. Raises FileError if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
@@ -75,13 +75,13 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """A folder for this process alone, as long as the block runs; it is made if need be.
+    """Lock a folder, so that no other process uses it inside this context. Makes the folder if it does not exist.
 
-    The lock is the operating system's, on a file `.lock`: it goes with the process that has it, however that ends, and
-    children do not inherit it. Where the system has no such locks (Windows), there is none.
+    This is a lock of the operating system on a file `.lock`. It ends with the process that holds it, even if that
+    crashes, and child processes do not inherit it. On Windows, which has no such locks, nothing is locked.
 
     Raises:
-        FileError: if another process has it, or the folder cannot be written.
+        FileError: if another process holds the lock, or the folder cannot be written.
     """
     make_folder(folder)
     path = folder / ".lock"
@@ -91,7 +91,7 @@ def locked(folder: Path) -> Iterator[None]:
         raise FileError(f"cannot write {path}: {error.strerror}; may you write there?") from None
     with file:
         _lock(file, folder)
-        with suppress(OSError):  # it only serves the message of others
+        with suppress(OSError):  # it is only used in the error message of other processes
             file.truncate(0)
             file.write(f"process {os.getpid()} on {platform.node()}")
             file.flush()

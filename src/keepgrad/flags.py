@@ -1,4 +1,4 @@
-"""A dataclass as command-line flags and as YAML: one place for the name, the type, the default and the help of each."""
+"""Use a dataclass as command-line flags and as YAML. Each field declares its name, type, default and help text once."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ __all__ = ["add_arguments", "check", "flag", "given", "make", "pairs", "read_yam
 C = TypeVar("C")
 
 END = "\n..."
-"""How YAML says that a document is over."""
+"""Marks the end of a document in YAML."""
 
 
 def flag(default: Any, help: str, **argument: Any) -> Any:
     """A field that is also a flag; `argument` goes to argparse.
 
-    `type` makes the value of a text, takes that value too, and says what to give with a ValueError. `Numbers` is one.
-    Flags, YAML and Python all go through it.
+    `type` is a function that turns text into a value, and returns a value of the right type unchanged. For anything
+    else it raises a ValueError that says what to give. `Numbers` is an example. Values from flags, YAML and Python all
+    go through it.
     """
     return dataclasses.field(default=default, metadata={"help": help, **argument})
 
 
 def add_arguments(parser: argparse.ArgumentParser, config: type, without: tuple[str, ...] = ()) -> None:
-    """A flag for every field that has a help text, without defaults: what is not given is not there."""
+    """Add a flag for every field with a help text. Flags have no defaults: one that is not given is left out."""
     for field in dataclasses.fields(config):
         argument = dict(field.metadata)
         if not argument or field.name in without:
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser, config: type, without: tuple[
             argument.setdefault("action", argparse.BooleanOptionalAction)
         if field.default is None and "choices" in argument:
             argument["choices"] = [*argument["choices"], "none"]
-        argument.pop("type", None)  # `given` makes values of texts
+        argument.pop("type", None)  # `given` turns texts into values
         parser.add_argument(name, help=shown, default=argparse.SUPPRESS, **argument)
 
 
@@ -54,7 +55,7 @@ def given(args: argparse.Namespace, config: type) -> dict[str, Any]:
     """The flags that were given.
 
     Raises:
-        ConfigError: if one is not of its type.
+        ConfigError: if the value of a flag has the wrong type.
     """
     return {f.name: _checked(f, getattr(args, f.name)) for f in dataclasses.fields(config) if hasattr(args, f.name)}
 
@@ -63,7 +64,7 @@ def make(config: type[C], *layers: Mapping[str, Any]) -> C:
     """A config from layers of settings; later layers override earlier ones.
 
     Raises:
-        ConfigError: if a setting is not known, or not of its type; names the nearest one.
+        ConfigError: if a setting is not known (the message names the nearest one), or has the wrong type.
     """
     fields = {f.name: f for f in dataclasses.fields(config)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
@@ -79,17 +80,17 @@ def make(config: type[C], *layers: Mapping[str, Any]) -> C:
 
 
 def check(config: Any) -> None:
-    """Put every field of a frozen config into its type, for its `__post_init__`.
+    """Convert every field of a frozen config to its type. To be called in `__post_init__`.
 
     Raises:
-        ConfigError: if a value is not of its type, or out of its range.
+        ConfigError: if a value has the wrong type, or is out of its range.
     """
     for field in dataclasses.fields(config):
         object.__setattr__(config, field.name, _checked(field, getattr(config, field.name)))
 
 
 def _checked(field: dataclasses.Field, value: Any) -> Any:
-    """A value as a flag, YAML or a caller gave it, in the type of its field."""
+    """Convert a value from a flag, YAML or Python to the type of its field."""
     default = field.default
     if isinstance(value, str) and value.lower() == "none":
         value = None
@@ -148,15 +149,15 @@ def _yaml_value(text: str) -> Any:
 
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, AttributeError, RecursionError) as error:  # the second for a date that is none
+    except (yaml.YAMLError, AttributeError, RecursionError) as error:  # AttributeError: for an invalid date
         raise ValueError from error
 
 
 def read_yaml(path: Path, whole: bool = False) -> dict[str, Any]:
-    """Settings from a file; with `whole`, one of `write_yaml` that must have its end.
+    """Read settings from a file. With `whole`, the end mark of `write_yaml` must be there: a truncated file has none.
 
     Raises:
-        ConfigError: if the file is not there, not a mapping, or names a setting twice.
+        ConfigError: if the file does not exist, is not a mapping, or names a setting twice.
     """
     import yaml
 
@@ -188,7 +189,7 @@ def read_yaml(path: Path, whole: bool = False) -> dict[str, Any]:
 
 
 def write_yaml(path: Path, config: Any) -> None:
-    """All settings of a config, in a form that `read_yaml` and `make` take."""
+    """Write all settings of a config in a form that `read_yaml` and `make` can read."""
     import yaml
 
     with written_whole(path) as partial:

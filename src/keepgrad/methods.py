@@ -1,12 +1,12 @@
-"""The ways to train that are compared: one list for `bench`, `estimate`, `fit` and the scripts in `benchmarks/`.
+"""The training methods that are compared: one list for `bench`, `estimate`, `fit` and the scripts in `benchmarks/`.
 
-A method is put on a model by a context manager, which gives what is called in place of the model and takes the method
-off again at the end:
+`put_on` is a context manager that changes the model to use a method, and undoes the change at the end. It yields the
+function to call in place of the model:
 
     with METHODS["checkpointing"].put_on(model) as forward:
         forward(images)
 
-A keepgrad setting that is not in the list is made by `kept(keep_ratio=0.5, save="input")`, which also names it.
+For a keepgrad setting that is not in the list, `kept(keep_ratio=0.5, save="input")` makes a method and its name.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ PutOn = Callable[[nn.Module], AbstractContextManager[Forward]]
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train.
+    """A method of training, such as full backprop, checkpointing or a setting of keepgrad.
 
     Args:
-        name: what it is called in tables.
-        put_on: changes a model for the length of a block, and gives what is called in place of the model.
-        options: what `keepgrad.apply` gets; None for methods that are not keepgrad's.
+        name: its name in tables.
+        put_on: a context manager that changes a model, and yields the function to call in place of the model.
+        options: the options for `keepgrad.apply`; None for methods that do not use keepgrad.
         is_exact: True if its gradients are those of full backprop, up to rounding.
         can_estimate: True if it runs on tensors without data, as `estimate` needs.
-        saves_openly: True if saved-tensor hooks see what it keeps for the backward pass.
+        saves_openly: True if saved-tensor hooks see what it saves for backward.
         is_compiled: True if it compiles the model itself.
-        text: True for language models only, False for all others only, None for both.
+        text: True if it is for language models only, False if for all other models only, None if for both.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Method:
 
 
 def kept(text: bool | None = None, **options: Any) -> Method:
-    """keepgrad with these options of `apply`."""
+    """The method that uses keepgrad with these options of `apply`."""
 
     @contextmanager
     def put_on(model: nn.Module) -> Iterator[Forward]:
@@ -76,7 +76,7 @@ def kept(text: bool | None = None, **options: Any) -> Method:
 
 
 def _words(options: Mapping[str, Any]) -> str:
-    """Options as a table has them: "accurate, int8" for `preset="accurate", store="int8"`."""
+    """Options as they are written in a table: "accurate, int8" for `preset="accurate", store="int8"`."""
     if options in ({"preset": "accurate"}, {"preset": "text"}):
         return f"{options['preset']} (default)"
     words = []
@@ -89,7 +89,7 @@ def _words(options: Mapping[str, Any]) -> str:
 
 
 def methods_for(model: nn.Module, options: Mapping[str, Any] | None = None) -> list[Method]:
-    """The methods of the list that are compared on this kind of model, and keepgrad with options of the user's own."""
+    """The methods in `METHODS` for this kind of model, and keepgrad with `options` if they are given."""
     blocks = find_blocks(model)
     text = bool(blocks) and all(block.is_text for block in blocks)
     found = {name: method for name, method in METHODS.items() if method.text in (None, text)}
@@ -101,12 +101,12 @@ def methods_for(model: nn.Module, options: Mapping[str, Any] | None = None) -> l
 
 @contextmanager
 def checkpointed(model: nn.Module) -> Iterator[nn.Module]:
-    """The model's own checkpointing turned on, and as it was before at the end.
+    """Turn on the model's own checkpointing, and restore its previous state at the end.
 
     Raises:
-        CheckpointingError: if the model has none.
+        CheckpointingError: if the model does not support checkpointing.
     """
-    # transformers, which has renamed its switches
+    # models of transformers; newer versions have renamed these methods
     enable, disable = (
         getattr(model, f"activation_checkpointing_{do}", getattr(model, f"gradient_checkpointing_{do}", None))
         for do in ("enable", "disable")
@@ -144,7 +144,7 @@ def _as_it_is(model: nn.Module) -> Iterator[Forward]:
 
 @contextmanager
 def _forwards_put_back(model: nn.Module) -> Iterator[None]:
-    """Modules get back the `forward` they had: their class's, or one of their own."""
+    """At the end, give every module back the `forward` it had: that of its class, or its own attribute."""
     before = [(module, vars(module).get("forward")) for module in model.modules()]
     try:
         yield
@@ -157,7 +157,7 @@ def _forwards_put_back(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _selective(model: nn.Module) -> Iterator[Forward]:
-    """Each block checkpointed, except for the results of matmuls, convolutions and attention."""
+    """Checkpoint each block, but save the results of matmuls, convolutions and attention."""
     aten = torch.ops.aten
     names = ["mm", "addmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu"]
     names += [f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")]
@@ -172,7 +172,7 @@ def _selective(model: nn.Module) -> Iterator[Forward]:
 
 @contextmanager
 def _half_budget(model: nn.Module) -> Iterator[Forward]:
-    """torch.compile, told to keep half of the activations."""
+    """Use torch.compile with a budget of half of the activation memory."""
     import torch._functorch.config as config
 
     compiled = torch.compile(model)
@@ -186,7 +186,7 @@ def _half_budget(model: nn.Module) -> Iterator[Forward]:
 
 @contextmanager
 def _offloaded(model: nn.Module) -> Iterator[Forward]:
-    """What autograd saves is copied to the memory of the CPU."""
+    """Copy what autograd saves to CPU memory."""
     pinned = any(parameter.is_cuda for parameter in model.parameters())
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -198,7 +198,7 @@ def _offloaded(model: nn.Module) -> Iterator[Forward]:
 
 @contextmanager
 def _half_of_the_samples(model: nn.Module) -> Iterator[Forward]:
-    """All samples run forward, and half of them have gradients: the simplest way to save memory."""
+    """Run all samples forward, but compute gradients for half of them only: the simplest way to save memory."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         def part(rows: Tensor) -> Any:
@@ -218,7 +218,7 @@ def _half_of_the_samples(model: nn.Module) -> Iterator[Forward]:
 
 
 def _published(name: str, **options: Any) -> Method:
-    """The paper's Algorithm 1 on the sites that `apply` with these options would have."""
+    """The method that runs the paper's Algorithm 1 on the sites that `apply` would choose with these options."""
 
     @contextmanager
     def put_on(model: nn.Module) -> Iterator[Forward]:

@@ -1,4 +1,4 @@
-"""Models by name, for every command: timm's, torchvision's (`torchvision:NAME`) and transformers'
+"""Make models by name, for every command: of timm (`NAME`), torchvision (`torchvision:NAME`) and transformers
 (`hf:NAME_OR_FOLDER`).
 """
 
@@ -33,14 +33,14 @@ __all__ = [
 ]
 
 LONGEST = 512
-"""How many tokens a text has by default, where the model takes more."""
+"""How many tokens a text has by default, if the model takes more."""
 
 FRAMES = 16
-"""How many frames a clip has, where the model does not say."""
+"""How many frames a clip has, if the model does not say."""
 
 
 LARGEST = 8192
-"""Pixels a side of the largest images: one of them is 800 MB in float32, and a slip of the finger is more."""
+"""The most pixels per side. Such an image takes 800 MB in float32; a larger number is probably a typing error."""
 
 
 def _text(value: Any) -> str | None:
@@ -70,9 +70,9 @@ ARCHITECTURE: dict[str, Callable[[Any], Any]] = {
     "img_size": Numbers(int, least=1, most=LARGEST),
     "mlp_ratio": Numbers(float, above=0, most=1000),
 }
-"""Arguments of timm's models that a flag or a file of weights may choose, and what each may be.
+"""Arguments of timm's models that a flag or a file of weights may set, and which values each may have.
 
-They say what is built, and open no file and no URL.
+They only describe the architecture: none of them opens a file or a URL.
 """
 
 
@@ -80,14 +80,14 @@ SEVERAL = {
     *("depths", "dims", "embed_dim", "img_size", "kernel_sizes", "mlp_ratio", "num_heads"),
     *("patch_size", "window_size"),
 }
-"""Those that may be a list: one value for each stage, or for height and width."""
+"""Arguments that may be a list: one value for each stage, or one for height and one for width."""
 
 
 def architecture(options: Any) -> dict[str, Any]:
-    """Arguments of a model, each of its kind in `ARCHITECTURE`.
+    """Check the arguments of a model against `ARCHITECTURE`, and return them.
 
     Raises:
-        ValueError: if there is another one, or one of another kind.
+        ValueError: if an argument is not in `ARCHITECTURE`, or has the wrong kind of value.
     """
     if not isinstance(options, dict):
         raise ValueError("give names and values of the model's arguments, e.g. img_size=32,patch_size=4")
@@ -115,10 +115,10 @@ def timm() -> Any:
 
 
 def create(name: str, *, size: int | None = None, device: str | None = None, **options: Any) -> nn.Module:
-    """A model by its name, for images of `size` pixels a side; on the meta device it takes no memory.
+    """Make a model by its name, for images of `size` x `size` pixels. On the meta device it takes no memory.
 
     Raises:
-        ConfigError: if there is no such model (names the nearest ones), or it does not take the options.
+        ConfigError: if there is no such model (the message names the nearest ones), or it does not take the options.
     """
     library, colon, own_name = name.partition(":")
     makers: dict[str, Callable[..., nn.Module]] = {"torchvision": _torchvision, "hf": _transformers}
@@ -135,9 +135,9 @@ def create(name: str, *, size: int | None = None, device: str | None = None, **o
                 return make(own_name, **attempt).train()
         except KeepgradError:
             raise
-        except Exception as error:  # libraries raise many kinds for arguments that they do not check
+        except Exception as error:  # libraries raise many kinds of errors for arguments that they do not check
             if number + 1 < len(attempts) and isinstance(error, TypeError):
-                continue  # a model for any size has no such option
+                continue  # a model that takes any image size has no such option
             given = ", ".join(f"{key}={value!s:.200}" for key, value in attempt.items())
             raise ConfigError(f"{name} cannot be made with {given or 'its defaults'}: {reason_of(error)}") from None
     raise AssertionError
@@ -165,7 +165,7 @@ def _torchvision(name: str, **options: Any) -> nn.Module:
 
 
 def _transformers(name: str, **options: Any) -> nn.Module:
-    """The architecture that a configuration names, without weights."""
+    """Build the architecture of a configuration of transformers, without pretrained weights."""
     try:
         import transformers
     except ImportError:
@@ -190,7 +190,7 @@ def _transformers(name: str, **options: Any) -> nn.Module:
 
 
 def frames_of(model: nn.Module) -> int | None:
-    """How many frames the clips have that a video model is given; None for other models."""
+    """How many frames a clip has as input of a video model; None for other models."""
     if not any(isinstance(module, nn.Conv3d) or _is_of_clips(module) for module in model.modules()):
         return None
     config = getattr(model, "config", None)
@@ -203,35 +203,35 @@ def _is_of_clips(module: nn.Module) -> bool:
 
 
 def size_of(model: Any, given: int | None) -> tuple[int, int, int]:
-    """Channels, height and width of an image model's input; `given` pixels a side, where it takes other sizes."""
+    """Channels, height and width of an image model's input. If `given`, height and width are that."""
     if hasattr(model, "pretrained_cfg"):
         channels, height, width = model.pretrained_cfg.get("input_size", (3, 224, 224))
     else:
         config = getattr(model, "config", None)
         part = getattr(config, "vision_config", config)
         channels = getattr(part, "num_channels", 3)
-        own = getattr(part, "image_size", None) or getattr(part, "crop_size", None)  # V-JEPA calls it so
+        own = getattr(part, "image_size", None) or getattr(part, "crop_size", None)  # the name in V-JEPA
         side: Any = own or getattr(model, "image_size", 224)
         height, width = (side, side) if isinstance(side, int) else side
     return (channels, height, width) if given is None else (channels, given, given)
 
 
 def check_takes(model: nn.Module, shape: tuple[int, int, int]) -> None:
-    """Run one image without gradients, to say before training what a model does not take.
+    """Run one image without gradients, to find out before training whether the model takes such images.
 
     Args:
         model: an image classifier, on the CPU.
         shape: channels, height and width of its images.
 
     Raises:
-        ConfigError: if the model fails, or does not give one row for an image.
+        ConfigError: if the model fails, or does not return one row per image.
     """
     sizes = " x ".join(map(str, shape))
     was_training = model.training
     try:
         with torch.no_grad():
             found = model.eval()(torch.zeros(1, *shape))
-    except Exception as error:  # of whatever the model is made of
+    except Exception as error:  # models raise errors of any kind
         raise ConfigError(f"{type(model).__name__} takes no images of {sizes}: {reason_of(error)}") from None
     finally:
         model.train(was_training)
@@ -244,14 +244,15 @@ def check_takes(model: nn.Module, shape: tuple[int, int, int]) -> None:
 
 
 def batch_for(model: Any, batch: int, size: int | None = None, length: int | None = None) -> Any:
-    """What a training step of the model is given, without data: the shape of images or clips, or the arguments of
-    transformers' models.
+    """Describe the input of a training step, without data.
+
+    Returns the shape of images or clips, or the arguments of a model of transformers.
 
     Args:
         model: the model.
         batch: the number of samples.
-        size: pixels a side.
-        length: tokens a text.
+        size: pixels per side of an image.
+        length: tokens per text.
     """
     config = getattr(model, "config", None)
     frames = frames_of(model)
@@ -274,7 +275,7 @@ def batch_for(model: Any, batch: int, size: int | None = None, length: int | Non
 
 
 def inputs_for(model: Any, batch: int, size: int | None = None, length: int | None = None, device: Any = None) -> Any:
-    """Random inputs of a training step, as `batch_for` describes them: smooth images or clips, and any tokens."""
+    """Random inputs of a training step, as `batch_for` describes them: smooth images or clips, or random tokens."""
     given = batch_for(model, batch, size, length)
     if isinstance(given, tuple):
         return _smooth(given, device)
@@ -287,17 +288,17 @@ def inputs_for(model: Any, batch: int, size: int | None = None, length: int | No
 
 
 def _smooth(shape: tuple[int, ...], device: Any) -> Tensor:
-    """Images whose neighbouring pixels are alike, as those of real ones are."""
+    """Random images whose neighbouring pixels are alike, as in real images."""
     *leading, height, width = shape
     coarse = torch.randn(math.prod(leading), 1, 7, 7, device=device)
     return F.interpolate(coarse, size=(height, width), mode="bicubic").view(shape)
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a checkpoint without running code from it.
+    """Load weights from a checkpoint, without running any code that is in it.
 
     Raises:
-        ConfigError: if the file is not there, or does not fit the model.
+        ConfigError: if the file does not exist, or does not fit the model.
     """
     from timm.models import load_checkpoint
 

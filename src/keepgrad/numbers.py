@@ -1,4 +1,4 @@
-"""Numbers that a setting may have: a range that is declared once, with the setting, and says itself in messages."""
+"""The range of numbers that a setting may have, declared once, with the setting. Error messages are made from it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Numbers"]
 
 @dataclass(frozen=True)
 class Numbers:
-    """Whole numbers (`kind` is int) or any (float), from `least` to `most`, or strictly between `above` and `below`.
+    """Whole numbers (`kind` is int) or any numbers (float), in a range.
 
-    Numbers that float32 does not have are never taken: not infinity, nan, 1e308 or 1e-320. Training computes in it, or
-    in less.
+    `least` and `most` are themselves allowed; `above` and `below` are not. Floats outside of the range of float32 are
+    never allowed (infinity, NaN, 1e308, 1e-320), because training computes in float32 or in fewer bits.
     """
 
     kind: type
@@ -26,10 +26,10 @@ class Numbers:
     below: float | None = None
 
     def __call__(self, value: Any) -> Any:
-        """The number that a value is, also in words.
+        """Return a value as a number; text such as "0.5" is converted.
 
         Raises:
-            ValueError: if it is none of these; says which to give.
+            ValueError: if it is not one of these numbers. The message says which are.
         """
         try:
             if isinstance(value, bool) or not isinstance(value, (int, float, str)):
@@ -45,7 +45,7 @@ class Numbers:
 
     def _is_usual(self, number: float) -> bool:
         if self.kind is int:
-            return abs(number) < sys.float_info.max  # others cannot be multiplied with a share
+            return abs(number) < sys.float_info.max  # a larger int cannot be multiplied with a float
         known = torch.finfo(torch.float32)
         return number == 0 or known.tiny <= abs(number) <= known.max
 

@@ -1,15 +1,15 @@
-"""Slots of sequences that are padded: padding is never kept.
+"""Slots of sequences with padding: padding is never kept.
 
-Samples of a batch have padding at different places, so each has groups of its own, made of the positions that are
-real. All samples have as many slots as `sample` would give them; one with few real positions keeps a larger share of
-them, and where it has fewer than slots, the slots that remain are dead: they stand for no position, and no
-gradient goes through them. Positions that are padding belong to no group: they get no gradient from the branch, and
-give none to its weights.
+The samples of a batch have padding at different places. So each sample has its own groups, made of its real positions,
+that is, those that are not padding. All samples have the number of slots that `sample` would give them. So a sample
+with few real positions keeps a larger share of them. If it has fewer real positions than slots, the slots that are left
+over are dead: they stand for no position, and no gradient goes through them. Padding belongs to no group: it gets no
+gradient from the branch, and adds nothing to the gradients of its weights.
 
-Which positions are padding is read off the mask of the attention scores: those which no query may see.
+The attention mask says which positions are padding: those that no query may see.
 
-Masks and reductions are those of `sampling`, on the real positions in their order. Groups are runs of it, whose ends
-are moved by a random fraction of a position, so that none of them is picked more often than others.
+Masks and reductions work as in `sampling`, on the real positions in their order. Groups are runs of this order. Their
+ends are moved by a random fraction of a position, so that no position is picked more often than others.
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ __all__ = ["PaddedKept", "real_positions", "sample_padded"]
 
 
 def real_positions(mask: Tensor) -> Tensor:
-    """Which positions are not padding `[batch, n]`, by a mask of the scores `[batch, heads, n, n]`: what may be seen,
-    or what is added."""
+    """Which positions are not padding, `[batch, n]`.
+
+    `mask` is the attention mask `[batch, heads, n, n]`: either True where a key may be seen, or numbers that are added
+    to the scores.
+    """
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     return seen.flatten(1, 2).any(1)
 
 
 class PaddedKept(Kept):
-    """The kept slots of a batch of sequences, of each sample its own. `live` says which slots stand for something.
+    """The slots of a batch of sequences, where each sample has its own mask.
 
-    `slot_of_flat` has for each position its slot among `[batch * slots + 1]`, where the last one stands for padding.
+    `live` is True for slots that stand for a position. `slot_of_flat` has the slot of each position, an index into
+    `[batch * slots + 1]`; padding has the last index.
     """
 
     is_shared = False
@@ -42,7 +46,7 @@ class PaddedKept(Kept):
     ) -> None:
         super().__init__(reduce, positions, live.shape[1], 0, picked, None, None, slot_of, size)
         self.live = live  # [batch, slots]
-        self.times = times  # [batch, slots, 1], what gradients are multiplied with
+        self.times = times  # [batch, slots, 1], the factor of gradients
 
     @property
     def picked(self) -> Tensor:
@@ -82,7 +86,7 @@ class PaddedKept(Kept):
         return rows if onto is None else rows.add_(onto)
 
     def key_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """As `Kept.key_bias`, `[batch, 1, 1, slots]`."""
+        """Like `Kept.key_bias`, but of shape `[batch, 1, 1, slots]`."""
         if not self.folds:
             return None
         assert self.size is not None
@@ -110,7 +114,7 @@ class PaddedKept(Kept):
 
 
 def sample_padded(step_seed: Tensor, real: Tensor, keep_ratio: float, mask: str, reduce: str) -> PaddedKept | None:
-    """Draw the slots of a batch of sequences; None where everything is kept.
+    """Draw the slots of a batch of sequences. Returns None if everything is kept.
 
     Args:
         step_seed: one 64-bit integer, the only source of randomness.
@@ -125,10 +129,10 @@ def sample_padded(step_seed: Tensor, real: Tensor, keep_ratio: float, mask: str,
     phase, shift = hashed(step_seed, 2, 2).unbind()
     rank = torch.arange(count, device=real.device).expand(batch, count)
     first = torch.arange(slots, device=real.device).expand(batch, slots)
-    # Real positions come first, in their order or a random one, and then padding.
+    # First the real positions, in their own or a random order, then padding.
     key = hashed(step_seed, 1, count) >> 1 if mask == "random" else rank
     order = torch.where(real, key, key + 2**61).argsort(1)
-    many = long.clamp(min=slots)  # at least one position for each slot, padding if need be
+    many = long.clamp(min=slots)  # at least one position for each slot; takes padding if there are too few
     if mask == "block":
         turned = (rank - shift % many) % many
         slot_at = turned % slots

@@ -1,10 +1,15 @@
 """apply, plan, exact, remove: the only file that touches a user's modules.
 
-A patched block has an attribute `forward` of its own, a `_BlockForward`, which runs its branches in the engine while
-training and the class's own forward otherwise. The model itself gets a `_RootForward`, which marks where a training
-step begins and ends, and the layer that cuts images into patches an `_EmbedForward`, which notes how many there are
-each way. Nothing else changes: no class, no module, no parameter, no buffer. All are plain picklable objects, and
-copies of a model get copies of them.
+Patching a module means setting its instance attribute `forward`:
+
+| module             | forward         | what it does                                                                 |
+| ---                | ---             | ---                                                                          |
+| a block            | `_BlockForward` | in training, runs the branches in the engine; else runs the original forward |
+| the model          | `_RootForward`  | marks where a training step begins and ends                                  |
+| the patch embedder | `_EmbedForward` | notes how many patches it cuts images into in each direction                 |
+
+Nothing else changes: no class, no module, no parameter, no buffer. All three are plain picklable objects, and a copy of
+a model gets copies of them.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ __all__ = ["apply", "exact", "plan", "remove", "set_step"]
 
 
 def plan(model: nn.Module, config: KeepConfig | None = None, **options: Any) -> Plan:
-    """What `apply` would do, without touching the model.
+    """Return the plan that `apply` would follow, without changing the model.
 
     Args:
         model: the model.
@@ -56,16 +61,16 @@ def plan(model: nn.Module, config: KeepConfig | None = None, **options: Any) -> 
     Raises:
         ConfigError: if a setting is wrong, or does not fit the model.
         NoSiteError: if the model has no branch that keepgrad can reduce.
-        InputError: if `model` is no module.
+        InputError: if `model` is not an `nn.Module`.
     """
     return make_plan(model, config_from(config, options))[0]
 
 
 def apply(model: nn.Module, config: KeepConfig | None = None, **options: Any) -> Plan:
-    """Train `model` with kept gradients from now on, in place; the plan that is in force.
+    """Patch `model` in place, so that it trains with kept gradients from now on. Returns the plan that it follows.
 
-    Takes the arguments of `plan` and raises its errors; besides them, AlreadyAppliedError if the model is patched.
-    After an error the model is as it was.
+    Takes the arguments of `plan` and raises the same errors, and AlreadyAppliedError if the model is already patched.
+    After an error the model is unchanged.
     """
     if next(_patches(model), None) is not None:
         raise AlreadyAppliedError(
@@ -91,7 +96,7 @@ def apply(model: nn.Module, config: KeepConfig | None = None, **options: Any) ->
 
 
 def remove(model: nn.Module) -> None:
-    """Take keepgrad off the model, which is then as it was before `apply`.
+    """Undo `apply`: the model is then as it was before.
 
     Raises:
         NotAppliedError: if the model is not patched.
@@ -111,7 +116,7 @@ def remove(model: nn.Module) -> None:
 
 @contextmanager
 def exact(model: nn.Module) -> Iterator[None]:
-    """Full backprop with the model's own code, as long as the context lasts.
+    """Inside this context, the model runs its own code with full backprop.
 
     Raises:
         NotAppliedError: if the model is not patched.
@@ -130,14 +135,14 @@ def exact(model: nn.Module) -> Iterator[None]:
 
 
 def set_step(model: nn.Module, step: int) -> None:
-    """Say which step of the training comes next; masks drawn from a seed then derive from the seed and this number.
+    """Say which training step comes next. If the model has a `seed`, its masks then depend on the seed and this number.
 
-    Called before every step, it makes a run that is resumed at a step draw the masks that an unbroken one draws there.
-    Without `seed`, masks follow torch's random state, and this does nothing.
+    Call it before every step, and a run that is resumed at some step draws the same masks as a run that was never
+    interrupted. Without a `seed`, masks follow torch's random state, and this does nothing.
 
     Raises:
         NotAppliedError: if the model is not patched.
-        InputError: if the step is no whole number, at least 0.
+        InputError: if the step is not a whole number, at least 0.
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise InputError(f"step={step!r}: give a whole number, at least 0")
@@ -149,14 +154,17 @@ def set_step(model: nn.Module, step: int) -> None:
 
 
 def block_names(model: nn.Module) -> list[str]:
-    """The names of the blocks that are patched; none if the model is plain."""
+    """The names of the patched blocks; an empty list if the model is not patched."""
     patched = {id(module) for module, patch in _patches(model) if isinstance(patch, _BlockForward)}
     return [name for name, module in model.named_modules() if id(module) in patched]
 
 
 @contextmanager
 def draws_set_aside(model: nn.Module, seed: int | None = None) -> Iterator[None]:
-    """Masks drawn in this context, from `seed` if given, leave no trace in the model. Does nothing to a plain one."""
+    """Masks that are drawn in this context do not change those that the model draws later.
+
+    With `seed`, the masks in the context are drawn from it. On a model that is not patched, this does nothing.
+    """
     shared = {id(patch.shared): patch.shared for _, patch in _patches(model)}.values()
     before = [dict(vars(state)) for state in shared]
     for state in shared:
@@ -171,7 +179,7 @@ def draws_set_aside(model: nn.Module, seed: int | None = None) -> Iterator[None]
 
 
 def masks_drawn(model: nn.Module) -> dict[Layout, Tensor]:
-    """The positions that the last step kept, for each size of feature map; the prefix is left out."""
+    """The positions that the last step kept, by the layout of the feature map. Prefix tokens are left out."""
     patch = vars(model).get("forward")
     draw = patch.shared.draw if isinstance(patch, _Patch) else None
     found = {} if draw is None else {key[1]: kept for key, kept in draw.kept.items() if kept is not None}
@@ -179,7 +187,10 @@ def masks_drawn(model: nn.Module) -> dict[Layout, Tensor]:
 
 
 class _Patch:
-    """A `forward` that keepgrad put on a module. `previous` is one that was there before, if not the class's own."""
+    """A `forward` that keepgrad put on a module.
+
+    `previous` is the instance's own `forward` from before, which another library may have set; None if it had none.
+    """
 
     is_of_keepgrad = True
     is_aside = False
@@ -198,7 +209,7 @@ class _Patch:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The forward in whose place this is. `inspect` follows it, so a patch has the signature of the model's own."""
+        """The forward that this replaces. `inspect` follows it, so a patch has the signature of the original."""
         return self.previous or MethodType(type(self.module).forward, self.module)
 
     if not TYPE_CHECKING:
@@ -217,10 +228,10 @@ class _Patch:
 LIKE_A_FUNCTION = frozenset(
     ("__name__", "__qualname__", "__annotations__", "__code__", "__defaults__", "__kwdefaults__", "__closure__")
 )
-"""What a patch has of the forward in whose place it is: all by which `inspect` and torch.export know a function.
+"""Attributes that a patch takes from the forward it replaces: `inspect` and torch.export know a function by them.
 
-It has no `__func__`: who finds that calls it, and so leaves keepgrad out (accelerate does). `__globals__` is what
-torch.jit.script asks for first.
+`__func__` is not among them: code that finds it calls it directly, and so would bypass keepgrad (accelerate does).
+`__globals__` is not either: torch.jit.script asks for it first, and so gets an error that says what to do.
 """
 
 
@@ -233,7 +244,7 @@ def _patches(model: nn.Module) -> Iterator[tuple[nn.Module, _Patch]]:
 
 
 def explain(error: Exception, args: Any, kwargs: Any) -> None:
-    """Says what to do, if a training forward failed because something of torch cannot see through it."""
+    """Raise an error that says what to do, if a training forward failed because a torch tool cannot see through it."""
     what = None if isinstance(error, (KeepgradError, Warning)) else watcher((args, kwargs))
     if what is not None:
         raise _cannot_see_through(what) from error
@@ -277,7 +288,10 @@ class _RootForward(_Patch):
                 self.shared.begin_parts(x)
 
     def _check_devices(self, args: Any, kwargs: Any) -> None:
-        """nn.DataParallel gives copies of a model the same patch, which runs the model that was copied."""
+        """Raise an error that says why, if the input is on another device than the model.
+
+        nn.DataParallel causes this: its copies of a model share the patch, which runs the original model.
+        """
         own = {str(tensor.device) for tensor in self.module.parameters()}
         given = {str(leaf.device) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if own and not given <= own:
@@ -287,7 +301,7 @@ class _RootForward(_Patch):
             )
 
     def _rest(self, args: Any, kwargs: Any) -> AbstractContextManager:
-        """Packs what is saved outside of sites, but not where torch.compile decides what is saved."""
+        """Pack what is saved outside of sites. Does nothing if torch.compile decides what is saved."""
         if not self.shared.packs_the_rest or torch.compiler.is_compiling() or has_compiled_parts(self.module):
             return nullcontext()
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -296,7 +310,7 @@ class _RootForward(_Patch):
 
 
 class _EmbedForward(_Patch):
-    """Notes how many patches there are each way, for the blocks after it."""
+    """Notes how many patches there are in each direction (e.g. 14 x 14), for the blocks after it."""
 
     def __init__(self, module: nn.Module, shared: Shared, name: str, model: nn.Module) -> None:
         super().__init__(module, shared)
@@ -320,13 +334,13 @@ class _BlockForward(_Patch):
         self.sites = {site.kind: site for site in sites}
         self.run: _Run | None = _Run(self, {kind: block.programs[kind] for kind in self.sites})
         self.watch: Watch | None = Watch(block.module)
-        # torch.compile cannot trace a module that is called as itself inside of its own patch.
+        # torch.compile cannot trace a patch that calls the patched module itself.
         self.stays_plain_compiled = any(
             isinstance(program, Program) and program.is_one_opaque_stage for program in block.programs.values()
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Programs hold functions; a copy builds its own.
+        # Programs hold functions, which cannot be pickled; a copy builds its own.
         return {**vars(self), "run": None, "watch": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -354,13 +368,13 @@ class _BlockForward(_Patch):
             raise
 
     def _new_run(self) -> _Run:
-        """The branches as the block is now."""
+        """Compile the branches again, from the block as it is now."""
         return _Run(self, {kind: self._compile(kind) for kind in self.sites})
 
     def _compile(self, kind: str) -> Program | Unsupported:
         try:
             return self.block.compile(kind)
-        except torch.fx.proxy.TraceError as error:  # it gives proxies for weights
+        except torch.fx.proxy.TraceError as error:  # torch.fx replaces weights by proxies
             raise _cannot_see_through("torch.fx") from error
         except Unsupported as why:
             if not torch.compiler.is_compiling():
@@ -370,7 +384,7 @@ class _BlockForward(_Patch):
 
 
 class _Run:
-    """Runs the branches of a block: those with a program in the engine, the others as the lists of modules they are."""
+    """Runs the branches of a block: those that have a program in the engine, the others module by module."""
 
     def __init__(self, patch: _BlockForward, programs: Mapping[str, Program | Unsupported]) -> None:
         self.block, self.sites, self.shared = patch.block, patch.sites, patch.shared
@@ -396,7 +410,8 @@ class _Run:
         if reduced or packs:
             draw = self.shared.draw_for(site, x)
         if packs:
-            # A number of its own would have each block compiled anew.
+            # Each block takes the noise from another offset. Blocks that are compiled by themselves all take offset 0:
+            # with different numbers, torch.compile would compile each block anew.
             noise = self.shared.noise(x, draw)[0 if draw.is_of_part else site.index * 67 % SHIFTS :]
         if reduced and site.method == "head" and branch.attention is not None:
             heads = self.shared.heads(draw, site, branch.attention.core.heads, x.device)
@@ -411,20 +426,20 @@ class _Run:
         return branch.run(x, kept, site.save, residual, site.method, heads, noise)
 
     def _call(self, kind: str, x: Tensor, residual: Tensor | None, options: dict[str, Any]) -> Tensor:
-        """The branch by its own modules, one after the other."""
+        """Run the branch with plain autograd: its modules, one after the other."""
         for item in self.block.adapter.branches(self.block.module)[kind]:
             x = item(x, **options) if isinstance(item, Attention) else item(x)
         return x if residual is None else residual + x
 
     def _padded(self, x: Tensor, options: dict[str, Any]) -> Tensor | None:
-        """The mask of the scores, if this is text and the mask may say that some of it is padding."""
+        """The attention mask, if the block is of text and the mask may mark padding; else None."""
         mask = options.get("attn_mask")
         if mask is None or not self.block.is_text or mask.dim() != 4 or torch.compiler.is_compiling():
             return None
         return mask if mask.shape[0] in (1, x.shape[0]) and mask.shape[-1] == x.shape[1] else None
 
     def _layout(self, count: int, shape: tuple[int, ...] | None, cell: int) -> Layout:
-        """How `count` positions lie: as `shape` says, or as the patches of the images."""
+        """The layout of `count` positions: from `shape` if given, else from the number of image patches."""
         grid = self.shared.grids.get(self.block.embed or "")
         key = (count, shape, cell, grid)
         layout = self.layouts.get(key)
@@ -453,12 +468,15 @@ def _layout_of(
 
 
 MOST_PREFIX = 16
-"""More tokens than this before those of the image are something else."""
+"""The most prefix tokens (class, registers) there can be. If there are more, they are something else."""
 
 
 def _like(grid: tuple[int, ...] | None, count: int) -> tuple[int, ...] | None:
-    """Height and width of `count` patches with the aspect of `grid` (patches were left out), a square if that is not
-    known; None if there are none, or if they are of clips."""
+    """Height and width of a map of `count` patches, when fewer patches arrive than `grid` has (some were left out).
+
+    The map has the aspect ratio of `grid`, or is a square if `grid` is None. Returns None if no such map has exactly
+    `count` patches, or if `grid` is of a clip.
+    """
     if grid is not None and len(grid) != 2:
         return None
     height, width = (1, 1) if grid is None else grid

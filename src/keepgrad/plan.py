@@ -23,12 +23,12 @@ __all__ = ["Plan", "Site", "check_model", "config_from", "make_plan"]
 
 @dataclass(frozen=True)
 class Site:
-    """One branch of one block.
+    """One branch of one block, with its settings. `plain` and `saved` assume that no parameter is frozen.
 
-    `tier` is 1 for a whole branch of a known block, 2 for an MLP inside of a block that is not known. `plain` is how
-    many values for each position full backprop saves in this branch, `saved` how many keepgrad saves, with nothing
-    frozen; a value that is stored in 8 bits counts as a quarter of one in float32.
-    `cell` is the side of the squares of positions that are kept or dropped together, in a model of several resolutions.
+    - `tier`: 1 for a whole branch of a known block, 2 for an MLP inside a block that keepgrad does not know.
+    - `plain`: how many values per position full backprop saves in this branch.
+    - `saved`: how many keepgrad saves. A value stored in 8 bits counts as a quarter of a float32 value.
+    - `cell`: in a model with several resolutions, a square of `cell` x `cell` positions is kept or dropped as one.
     """
 
     name: str
@@ -50,8 +50,9 @@ class Site:
 class Plan:
     """All sites of a model with their settings. `print(plan)` shows it; `to_dict` and `to_json` are for machines.
 
-    `text_preset` is that of the blocks whose positions are words, where it is another. `packs_the_rest` says that what
-    the model saves outside of sites is stored in 8 bits too.
+    `text_preset` is the preset of blocks whose positions are words, if it differs from `preset`. `packs_the_rest` is
+    True if what the model saves outside of sites is stored in 8 bits too. `skipped` has the branches that keepgrad
+    leaves alone, each with the reason.
     """
 
     model: str
@@ -86,12 +87,12 @@ class Plan:
 
 
 def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Block, list[Site]]]]:
-    """The plan, and the blocks with their sites.
+    """Make the plan; also returns each block with its sites.
 
     Raises:
         NoSiteError: if the model has no branch that keepgrad can reduce.
         ConfigError: if a setting does not fit the model.
-        InputError: if it is no model.
+        InputError: if `model` is not an `nn.Module`.
     """
     check_model(model)
     settings = config.settings()
@@ -149,7 +150,7 @@ def make_plan(model: nn.Module, config: KeepConfig) -> tuple[Plan, list[tuple[Bl
 
 
 def _check_declared(settings: Settings, found: list[Block], model: str) -> None:
-    """A declared class or module that the model does not have is an error."""
+    """Raise ConfigError if `modules` names a class or module that the model does not have."""
     for given in (settings.modules or {}).values():
         for one in given if isinstance(given, (list, tuple, set, nn.ModuleList)) else [given]:
             if not any(block.module is one or type(block.module) is one for block in found):
@@ -164,7 +165,7 @@ def _switches(settings: Settings) -> dict[str, bool]:
 
 
 def _check_used(settings: Settings, kinds: set[str], model: str) -> None:
-    """An option that this model cannot use is an error, if the user gave it."""
+    """Raise ConfigError if the user gave an option that this model cannot use."""
     asked = {
         "attention": "attention" in settings.given and settings.attention != "off",
         "downsample": "downsample" in settings.given and settings.downsample,
@@ -183,7 +184,7 @@ def _check_used(settings: Settings, kinds: set[str], model: str) -> None:
 
 
 def _check_method(settings: Settings, found: list[Block], model: str) -> None:
-    """A way to reduce attention is an error where only the projections before it are reduced."""
+    """Raise ConfigError if the user set `attention`, but this model can only reduce the projections before it."""
     programs = [p for block in found for kind, p in block.programs.items() if kind == "attention"]
     ready = [program for program in programs if isinstance(program, Program)]
     asked = "attention" in settings.given and settings.attention != "off"
@@ -192,7 +193,7 @@ def _check_method(settings: Settings, found: list[Block], model: str) -> None:
 
 
 def _check_frames(settings: Settings, chosen: list[Block], model: str) -> None:
-    """A mask for clips is an error where there are none."""
+    """Raise ConfigError if a mask for clips is asked for, and a chosen block has no frames."""
     still = [block.name for block in chosen if not block.has_frames]
     if settings.mask in CLIP_MASKS and still:
         raise ConfigError(
@@ -202,7 +203,7 @@ def _check_frames(settings: Settings, chosen: list[Block], model: str) -> None:
 
 
 def _chosen(found: list[Block], settings: Settings) -> list[Block]:
-    """The blocks that take part."""
+    """The blocks that `layers` chooses."""
     names = {block.index: block.name for block in reversed(found) if block.outer is None and not block.is_inner}
     if settings.layers == "paper":
         indices = {index for trunk in _trunks(found).values() for index in paper_layers(trunk)}
@@ -212,7 +213,7 @@ def _chosen(found: list[Block], settings: Settings) -> list[Block]:
 
 
 def _trunks(found: list[Block]) -> dict[str, dict[int, int]]:
-    """For each trunk of the model, the stage of each of its blocks by the block's index."""
+    """For each trunk of the model: a dictionary from the index of a block to its stage."""
     trunks: dict[str, dict[int, int]] = {}
     for block in found:
         if not block.is_inner:
@@ -223,7 +224,7 @@ def _trunks(found: list[Block]) -> dict[str, dict[int, int]]:
 def _ratios(
     settings: Settings, kinds: set[str], found: list[Block], chosen: list[Block]
 ) -> dict[str, dict[int, float]]:
-    """The keep-ratio of every kind of branch in every chosen block."""
+    """The keep-ratio of each chosen block, by the kind of branch and the index of the block."""
     indices = sorted({block.index for block in chosen})
     place = {index: (trunk, index) for trunk in _trunks(found).values() for index in trunk}
     table = {}
@@ -239,7 +240,7 @@ def _ratios(
 def _site(
     block: Block, kind: str, ratio: float, settings: Settings, cell: int, counted: dict[Any, tuple[float, float]]
 ) -> Site:
-    """A site. `counted` has what was found out about equal branches of the model."""
+    """Make a site. `counted` caches the saved values of equal branches, so that they are counted once."""
     program = block.programs[kind]
     if isinstance(program, Unsupported):
         raise program
@@ -248,10 +249,11 @@ def _site(
     if program.has_attention:
         method = settings.attention
         if reduce == "scaled" or method == "head":
-            # Attention is renormalised over what is kept, which leaves no scale to put right; heads have no neighbours.
+            # The softmax already normalises attention over the kept positions, so scaling again would be wrong; and
+            # heads have no neighbours to fold or pool with.
             reduce = "drop"
     if program.layout is not None:
-        cell = 1  # masks of windows do not nest with those of other stages
+        cell = 1  # a mask inside windows does not match the masks of other stages
     like = (type(block.module), kind, program.layout, program.kinds, *(p.shape for p in block.module.parameters()))
     key = (like, ratio, reduce, method, save, store)
     if key not in counted:
@@ -263,13 +265,13 @@ def _site(
 
 
 def check_model(model: object) -> None:
-    """Raise InputError for what is no model."""
+    """Raise InputError if `model` is not an `nn.Module`."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; give a torch.nn.Module")
 
 
 def config_from(config: KeepConfig | None, options: dict[str, Any]) -> KeepConfig:
-    """A configuration from a KeepConfig or from keywords, not both."""
+    """Return `config`, or make a KeepConfig from keywords. Raises ConfigError if both are given."""
     if config is None:
         try:
             return KeepConfig(**options)

@@ -1,7 +1,7 @@
-"""How results are shown: one kind of table for the terminal, a notebook and a machine.
+"""How results are shown: one kind of report for terminals, notebooks and other programs.
 
-A report says what its tables and its data are. `print(report)` shows the tables (through rich where it is installed),
-a notebook shows them as HTML, `to_dict` and `to_json` give the data, and `save_plot` the picture of its `plot`.
+A report defines its tables and its data. `print(report)` shows the tables (with rich if it is installed), a notebook
+shows them as HTML, `to_dict` and `to_json` return the data, and `save_plot` writes its `plot` to a file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Report", "Table", "aligned", "brief", "figures", "progress", "readab
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a head. The first column is left-aligned, the others right; `note` stands below."""
+    """Rows of text under a head. The first column is left-aligned, the others right-aligned. `note` is shown below."""
 
     title: str
     head: tuple[str, ...]
@@ -37,7 +37,7 @@ class Table:
             from rich.console import Console
         except ImportError:
             return "\n".join(filter(None, [self.title, *aligned([self.head, *self.rows]), self.note]))
-        # As wide as the content: a report may be printed into a file, and rows that wrap cannot be read.
+        # As wide as the content: a report may be printed to a file, and wrapped rows are hard to read.
         console = Console(width=10_000, no_color=True, highlight=False)
         with console.capture() as captured:
             console.print(self._rich())
@@ -76,7 +76,7 @@ class Table:
 
 
 class Report:
-    """A result that can be shown. Subclasses say what their tables, their data and their picture are."""
+    """A result that can be shown. Subclasses define its tables, its data and its plot."""
 
     def tables(self) -> list[Table]:
         raise NotImplementedError
@@ -111,14 +111,14 @@ class Report:
         """Write the picture to a file, whole or not at all.
 
         Raises:
-            FileError: if the file cannot be written, or not in the format that its name asks for.
+            FileError: if the file cannot be written, or matplotlib does not know the format that its name asks for.
         """
         with written_whole(Path(path)) as partial:
             self.plot().savefig(partial, dpi=150, bbox_inches="tight")
 
 
 def _without_nan(value: Any) -> Any:
-    """Plain data with None for what is no number, which JSON does not have."""
+    """Replace NaN by None, because JSON has no NaN."""
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -127,19 +127,19 @@ def _without_nan(value: Any) -> Any:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of text as lines, columns below one another."""
+    """Turn rows of text into lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def brief(value: object) -> str:
-    """A value for a message, cut where it is long."""
+    """A value as text for a message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def readable_bytes(size: float) -> str:
-    """A number of bytes for people."""
+    """A number of bytes with a readable unit."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(size) >= factor:
             return f"{size / factor:.2f} {unit}"
@@ -148,9 +148,9 @@ def readable_bytes(size: float) -> str:
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show on stderr what is done: a function to call at the beginning of each of `total` parts, with its name.
+    """Show progress on stderr. Yields a function to call at the beginning of each of `total` parts, with its name.
 
-    A bar where rich is installed, else a line for each part.
+    Shows a bar if rich is installed, else a line for each part.
     """
     try:
         from rich.console import Console
@@ -166,7 +166,7 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
 
 
 def figures() -> Any:
-    """matplotlib's figure module, without a window.
+    """matplotlib's figure module, which draws without opening a window.
 
     Raises:
         KeepgradError: if matplotlib is not installed.

@@ -1,20 +1,22 @@
-"""Which positions are kept, and what becomes of the rest.
+"""Which positions are kept, and what happens to the dropped ones.
 
-A mask is an order of the positions, cut into as many runs as there are slots. The members of a run form a group, and
-one of them is picked:
+A mask puts the positions into an order and cuts this order into as many runs as there are slots. The positions of one
+run form a group, and one member of each group is picked. The masks differ in the order and in the pick:
 
-- `grid`: the order follows bands of two rows, column by column, turning at the end of each band, so that neighbours in
-  the order are neighbours in the image: runs of 2 are pairs, of 4 are 2x2 tiles, of 8 are 2x4 tiles. Whether bands are
-  of rows or of columns and where the runs begin is random, and so is which member is picked, the same in every group.
-  Pairs alternate, which makes the paper's checkerboard `(row + col) % 2 == phase` where they tile the map.
-  In a clip runs span two frames (see `walks`): pairs 2x1x1, then 2x2x1 and 2x2x2 tiles, frames x rows x columns.
-  Alternating pairs make the checkerboard `(frame + row + col) % 2 == phase` over space and time. Of larger groups the
-  picked member moves on by one from two frames to the next: a pattern that all frames share says less.
-- `random`: a random order; the first member of each run is picked.
-- `block`: the kept positions are one contiguous piece of the grid order, beginning anywhere.
-- `frame`: whole frames of a clip. Groups are runs of frames, of which one is picked, the same in every run, at random.
+- `grid`: neighbours in the order are neighbours in the image. The order goes through bands of two rows, column by
+  column, and turns round at the end of each band. So runs of 2 are pairs, runs of 4 are 2x2 tiles, runs of 8 are 2x4
+  tiles. Three things are random: whether the bands are of rows or of columns, where the runs begin, and which member is
+  picked, the same one in every group. Pairs are an exception: the picked member alternates from pair to pair. Where the
+  pairs tile the map, this gives the paper's checkerboard `(row + col) % 2 == phase`.
+  In a clip, runs span two frames (see `walks`). Written as frames x rows x columns, pairs are 2x1x1, and larger groups
+  are 2x2x1 and 2x2x2 tiles. Alternating pairs give the checkerboard `(frame + row + col) % 2 == phase` over space and
+  time. In larger groups, every two frames pick the next member: a pattern that is the same in all frames says less.
+- `random`: the order is random; the first member of each run is picked.
+- `block`: the kept positions are one contiguous piece of the grid order, which begins at a random place.
+- `frame`: keeps whole frames of a clip. A group is a run of frames. One frame of each run is picked at random, the same
+  one in every run.
 
-`reduce` says what of the others. With groups of m (for scaled: of the mean size):
+`reduce` says what happens to the other members of a group. `m` is the size of the group (for scaled, the mean size):
 
 | reduce | gather (activations) | gather_grad (dy)     | give_back (dx)             | multiplicity |
 | ---    | ---                  | ---                  | ---                        | ---          |
@@ -23,12 +25,12 @@ one of them is picked:
 | fold   | picked               | sum over the group   | to every member, times 1/m | m            |
 | pool   | mean over the group  | sum over the group   | to every member, times 1/m | m            |
 
-Shapes: rows are `[batch, positions, channels]`, slots `[batch, slots, channels]`. The number of slots depends on the
-keep-ratio and the layout alone, never on the random numbers. Prefix tokens (class, registers) are groups of one.
+Shapes: rows are `[batch, positions, channels]`, slots are `[batch, slots, channels]`. The number of slots depends only
+on the keep-ratio and the layout, not on the random numbers. Each prefix token (class, registers) is a group of its own.
 
-All randomness of a mask comes from one 64-bit number, hashed, and consumes no random stream. In eager mode the number
-is a whole number of Python's, which is known without asking a device; under `torch.compile` it is a tensor. What a draw
-needs besides it is the same in every step (`_Tables`) and is made once.
+All random numbers of a mask are hashes of one 64-bit number, so drawing a mask takes nothing from torch's random
+streams. In eager mode this number is a Python int, which is known without waiting for a device; under `torch.compile`
+it is a tensor. Everything else that a draw needs is the same in every step and is made once (`_Tables`).
 """
 
 from __future__ import annotations
@@ -50,18 +52,18 @@ __all__ = [
 ]
 
 IMAGE_MASKS = ("grid", "random", "block")
-"""Masks for positions of any kind."""
+"""Masks for any model: images, clips or text."""
 CLIP_MASKS = ("frame",)
-"""Masks for clips alone."""
+"""Masks for clips only."""
 MASKS = (*IMAGE_MASKS, *CLIP_MASKS)
 REDUCTIONS = ("drop", "scaled", "fold", "pool")
 
 
 class Layout(NamedTuple):
-    """How the positions of a feature map lie: `prefix` tokens (class, registers), then the map, row by row.
+    """How the positions of a feature map are arranged: `prefix` tokens (class, registers), then the map, row by row.
 
-    `shape` is `(n,)` for a sequence, `(height, width)` for an image, `(frames, height, width)` for a clip. `cell` is
-    the side of the square of positions that is kept or dropped as one (see `sample`).
+    `shape` is `(n,)` for a sequence, `(height, width)` for an image, `(frames, height, width)` for a clip. A
+    square of `cell` x `cell` positions is kept or dropped as one (see `sample`).
     """
 
     shape: tuple[int, ...]
@@ -70,7 +72,7 @@ class Layout(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """The number of positions, with the prefix."""
+        """The number of positions, including the prefix."""
         return self.prefix + math.prod(self.shape)
 
     @property
@@ -80,25 +82,26 @@ class Layout(NamedTuple):
 
 
 class Kept:
-    """The kept slots of a batch of feature maps of `positions` positions: how to gather, and how to give back.
+    """The slots of a batch of feature maps: how to gather values into slots, and how to give gradients back.
 
-    Indices are into the flattened rows `[batch * positions]`, those of slots into `[batch * slots]`: flat rows are
-    gathered faster. Group tensors are None for `drop` and `scaled`, which forget the other members.
+    Indices of positions are into the flattened rows `[batch * positions]`, indices of slots into `[batch * slots]`,
+    because gathering flat rows is faster. The last four tensors describe the groups. They are None for `drop` and
+    `scaled`, which use only the picked member of a group.
 
     Args:
         reduce: one of `REDUCTIONS`.
-        positions: of a feature map, with the prefix.
-        slots: of a feature map, with the prefix.
+        positions: how many positions a feature map has, including the prefix.
+        slots: how many slots a feature map has, including the prefix.
         prefix: the number of prefix tokens.
         picked_flat: `[batch * slots]`, the picked positions, the prefix first.
-        order_flat: `[batch * positions]`, group after group.
+        order_flat: `[batch * positions]`, the positions, group after group.
         starts_flat: `[batch * slots]`, where each group begins in order_flat.
         slot_of_flat: `[batch * positions]`, the slot of each position.
         size: `[slots]`, how many members each group has.
     """
 
     is_shared = True
-    """Whether all samples share the mask."""
+    """True if all samples share the mask."""
 
     def __init__(
         self,
@@ -113,11 +116,11 @@ class Kept:
         size: Tensor | None = None,
     ) -> None:
         self.frame = (reduce, positions, slots, prefix)
-        """What is no tensor."""
+        """The arguments that are not tensors."""
         self.tensors = (picked_flat, order_flat, starts_flat, slot_of_flat, size)
         self.reduce, self.positions, self.slots, self.prefix = self.frame
         self.picked_flat, self.order_flat, self.starts_flat, self.slot_of_flat, self.size = self.tensors
-        self.made: dict[Any, Tensor] = {}  # what follows from these for a type; all sites of a step share it
+        self.made: dict[Any, Tensor] = {}  # computed from these for a dtype; all sites of a step share it
 
     @property
     def picked(self) -> Tensor:
@@ -125,7 +128,7 @@ class Kept:
         return self.picked_flat[: self.slots]
 
     def of_first(self, batch: int) -> Kept:
-        """The slots of the first `batch` samples, or of any other `batch` of them: all share the mask."""
+        """The slots of the first `batch` samples. They fit any `batch` samples, because all samples share the mask."""
         counts = (self.slots, self.positions, self.slots, self.positions)
         indices: Any = [None if t is None else t[: batch * n] for t, n in zip(self.tensors, counts, strict=False)]
         part = Kept(*self.frame, *(*indices, self.size))
@@ -133,10 +136,10 @@ class Kept:
         return part
 
     def unscaled(self) -> Kept:
-        """The same slots, which take gradients as they are: what follows has scaled them."""
+        """The same slots, but `scaled` does not scale gradients: a later operation has already scaled them."""
         if self.reduce != "scaled":
             return self
-        return Kept("drop", self.positions, self.slots, self.prefix, self.picked_flat)  # it has no groups
+        return Kept("drop", self.positions, self.slots, self.prefix, self.picked_flat)  # `scaled` has no groups
 
     def _group_sum(self, rows: Tensor) -> Tensor:
         batch, _, channels = rows.shape
@@ -156,7 +159,7 @@ class Kept:
         return self.made[key]
 
     def _share_of_positions(self, dtype: torch.dtype) -> Tensor:
-        """The same for the group of each position, `[positions, 1]`."""
+        """One divided by the number of members of each position's group, `[positions, 1]`."""
         key = ("positions", dtype)
         if key not in self.made:
             assert self.slot_of_flat is not None
@@ -183,7 +186,7 @@ class Kept:
         return slots
 
     def give_back(self, slots: Tensor, onto: Tensor | None = None) -> Tensor:
-        """The input gradient of every position, added to `onto` where given; `onto` itself is not changed."""
+        """The input gradient of every position. If `onto` is given, returns the sum of both; `onto` is not changed."""
         if self.size is not None:
             assert self.slot_of_flat is not None
             grad = _select(slots, self.slot_of_flat, self.positions)
@@ -201,7 +204,10 @@ class Kept:
         return flat.view(batch, self.positions, channels)
 
     def key_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """What to add to the attention scores of each slot as a key `[1, slots]`: the logarithm of its multiplicity."""
+        """What to add to the attention scores of each key slot, `[1, slots]`: the logarithm of its multiplicity.
+
+        A slot that stands for m positions then has the weight of m equal keys in the softmax.
+        """
         if self.size is None:
             return None
         key = ("keys", dtype)
@@ -210,9 +216,10 @@ class Kept:
         return self.made[key]
 
     def causal_bias(self, dtype: torch.dtype) -> Tensor:
-        """What to add to the scores of slots as keys `[slots, slots]` where no query may see what is after it.
+        """What to add to the attention scores `[query slots, key slots]` of causal attention.
 
-        It is the logarithm of how many members of the key's group are not after the query.
+        In causal attention, no query may see a later position. So this is the logarithm of how many members of the
+        key's group are not after the query.
         """
         key = ("causal", dtype)
         if key not in self.made:
@@ -237,7 +244,7 @@ def kept_indices(layout: Layout, keep_ratio: float, mask: str = "grid", seed: in
     """The kept positions of one draw, as a sorted index tensor for `keepgrad.sbp`.
 
     Raises:
-        InputError: if an argument is not one of those `sample` takes, or the map is smaller than a group.
+        InputError: if `sample` does not take an argument, or the map is smaller than a group.
     """
     if mask not in MASKS or not 0 < keep_ratio <= 1:
         raise InputError(f"mask={mask!r}, keep_ratio={keep_ratio!r}: give one of {MASKS} and a number in (0, 1]")
@@ -256,23 +263,23 @@ def sample(
     device: torch.device | None = None,
     tables: MutableMapping[Any, _Tables] | None = None,
 ) -> Kept | None:
-    """Draw the slots of one feature map; None where everything is kept.
+    """Draw the slots of a batch of feature maps. Returns None if everything is kept.
 
     Args:
-        step_seed: one 64-bit number, the only source of randomness: a whole number, or a tensor without dimensions.
+        step_seed: one 64-bit number, the only source of randomness: an int, or a tensor without dimensions.
         batch: the number of samples; all of them share the mask.
-        layout: the positions. With `layout.cell` > 1 and a reduction that forgets (drop, scaled), the mask is drawn on
-            the map of cells and enlarged, so that it covers what the same draw keeps at the coarser stage; where
-            cells do not tile the map exactly, the mask is drawn on the positions themselves.
+        layout: how the positions are arranged. With `layout.cell` > 1 and reduce "drop" or "scaled", the mask is drawn
+            on the coarser map of cells and then enlarged. So the stages of a model keep the same areas of the image.
+            If cells do not tile the map exactly, the mask is drawn on the positions themselves.
         keep_ratio: the share of positions to keep, in (0, 1].
         mask: one of `MASKS`.
         reduce: one of `REDUCTIONS`.
-        device: where the indices are needed; by default where `step_seed` is.
-        tables: where what is the same in every step is kept from one step to the next.
+        device: where the indices are needed. If `step_seed` is a tensor, its device is used instead.
+        tables: a cache from step to step, for what is the same in every step.
 
     Raises:
         MapTooSmallError: if the feature map is smaller than one group.
-        InputError: if a mask of frames is asked for, and there are none.
+        InputError: if the mask is "frame", and the positions have no frames.
     """
     if isinstance(step_seed, Tensor):
         device = step_seed.device
@@ -327,11 +334,19 @@ def sample(
 class _Tables(NamedTuple):
     """What is the same in every draw of a feature map.
 
-    The first four are of the map alone, without the prefix: the ways in which the positions may be ordered, where each
-    group starts in an order, how many members it has, and for `block` and `frame` how the order is taken apart
-    afterwards.
-    The others are for all positions: the prefix, the numbers of the samples as a column, the slot of each place in the
-    order, where groups start in that of all samples, and the sizes.
+    | field         | map only | what                                                                           |
+    | ---           | ---      | ---                                                                            |
+    | orders        | yes      | the possible orders of the positions                                           |
+    | starts        | yes      | where each group starts in an order                                            |
+    | sizes         | yes      | how many members each group has                                                |
+    | apart         | yes      | for `block` and `frame`: how the order is rearranged after it was shifted      |
+    | prefix        | no       | the prefix positions                                                           |
+    | samples       | no       | the numbers of the samples, as a column                                        |
+    | slot_in_order | no       | the slot of each place in the order                                            |
+    | starts_flat   | no       | where each group starts in the order of all samples                            |
+    | size          | no       | how many members each group has                                                |
+
+    "map only" fields leave the prefix out.
     """
 
     orders: tuple[Tensor, ...]
@@ -360,7 +375,7 @@ def _tables(
         orders = (rank,)
         apart, starts = whole_frames(shape, slots // (height * width), device)
     if mask == "block":
-        # Member j of group i is the (i + j * slots)-th position of the turned order.
+        # Member j of group i is the (i + j * slots)-th position of the shifted order.
         apart = (rank % slots * count + rank // slots).argsort()
         starts = index * (count // slots) + index.clamp(max=count % slots)
     prefix = torch.arange(prefix_count, device=device)
@@ -382,19 +397,19 @@ def _tables(
 
 
 def _select(rows: Tensor, index: Tensor, count: int) -> Tensor:
-    """`count` rows of each sample by their flat index."""
+    """Select `count` rows of each sample by their flat indices."""
     batch, _, channels = rows.shape
     return rows.reshape(-1, channels).index_select(0, index).view(batch, count, channels)
 
 
 def as_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
-    """A seed on a device. A whole number travels as the argument of a kernel, which needs no copy."""
+    """A seed as a tensor on a device. An int is passed as a kernel argument, so nothing is copied to the device."""
     return seed if isinstance(seed, Tensor) else torch.full((), seed, device=device)
 
 
 def hashed(seed: Tensor, salt: int, count: int) -> Tensor:
-    """`count` hashed numbers in [0, 2**62), each a function of `seed`, `salt` and its index alone."""
-    start = _wrapped((salt << 32) * _STRIDE)  # torch.compile works with whole numbers of any size, which do not wrap
+    """`count` hashed numbers in [0, 2**62). Each depends only on `seed`, `salt` and its index."""
+    start = _wrapped((salt << 32) * _STRIDE)  # torch.compile computes with Python ints, which do not wrap
     return _mix(_mix(seed + start + torch.arange(count, device=seed.device) * _STRIDE)) & (2**62 - 1)
 
 
@@ -402,7 +417,7 @@ _STRIDE = -7046029254386353131
 
 
 def _wrapped(number: int) -> int:
-    """A whole number as 64 bits hold it."""
+    """An int wrapped to signed 64 bits."""
     return (number + 2**63) % 2**64 - 2**63
 
 
@@ -413,7 +428,7 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def _grouping(seed: int | Tensor, tables: _Tables, shape: tuple[int, int, int], mask: str) -> tuple[Tensor, Tensor]:
-    """The order of the positions, in which groups follow one another, and the picked position of each group."""
+    """The order of the positions, group after group, and the picked position of each group."""
     starts, sizes = tables.starts, tables.sizes
     frames, height, width = shape
     area, count = height * width, math.prod(shape)
@@ -428,8 +443,9 @@ def _grouping(seed: int | Tensor, tables: _Tables, shape: tuple[int, int, int], 
     else:
         phase, shift, way = _hashed_numbers(seed, 2, 3)
         order = tables.orders[way % len(tables.orders)]
-    # Groups of two sizes begin anywhere, so that every position is as likely to be in a large group. Groups of one
-    # size begin at the end of a tube, so that they stay tiles, and frames are never grouped over the ends of a clip.
+    # If groups have two sizes, they begin anywhere, so that every position is equally likely to be in a large group. If
+    # they have one size, the order is shifted by whole columns of a tube only, so that groups stay tiles, and whole
+    # frames are not shifted at all, so that no group joins the last frames of a clip with the first.
     one_size = mask != "block" and count % len(starts) == 0
     if mask == "frame":
         shift = 0 if one_size else shift % frames * area
@@ -446,21 +462,21 @@ def _grouping(seed: int | Tensor, tables: _Tables, shape: tuple[int, int, int], 
     if mask == "grid" and (pairs or frames > 1):
         first = order.index_select(0, starts)
         member = (phase + first // area // tube_of(frames)[0]) % sizes
-        if pairs:  # they alternate
+        if pairs:  # the picked member alternates
             alternate = first // area + first // width % height + first % width
             member = torch.where(sizes == 2, (phase + alternate) % 2, member)
     return order, order.index_select(0, starts + member)
 
 
 def _rolled(order: Tensor, shift: Any) -> Tensor:
-    """The order, begun `shift` places later."""
+    """The order, rotated so that it begins `shift` places later."""
     if isinstance(shift, int):
         return order.roll(-(shift % len(order)))
     return order[(torch.arange(len(order), device=order.device) + shift) % len(order)]
 
 
 def _hashed_numbers(seed: int, salt: int, count: int) -> list[int]:
-    """`hashed` of a whole number, as whole numbers: the same bits."""
+    """The same numbers as `hashed`, computed with Python ints."""
 
     def mix(bits: int) -> int:
         bits = (bits ^ (bits >> 30)) * -4658895280553007687 % 2**64
@@ -472,7 +488,7 @@ def _hashed_numbers(seed: int, salt: int, count: int) -> list[int]:
 
 
 def _enlarge(picked: Tensor, width: int, cell: int) -> Tensor:
-    """The positions of a map `cell` times as large that lie in the picked cells of a map of the given width."""
+    """The positions of the fine map that lie in the picked cells. `width` is how many cells a row has."""
     side = torch.arange(cell, device=picked.device)
     row = (picked // width * cell).view(-1, 1, 1) + side.view(1, -1, 1)
     col = (picked % width * cell).view(-1, 1, 1) + side.view(1, 1, -1)

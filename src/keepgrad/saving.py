@@ -1,4 +1,4 @@
-"""What a branch saves for backward, known before it runs: counted on tensors without data."""
+"""Count what a branch saves for backward, before it runs, on tensors without data."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .sampling import Layout, sample, slot_count
 __all__ = ["saving"]
 
 POSITIONS = (16, 16)
-"""The map on which a branch is counted, where its attention does not have one of its own."""
+"""The size of the map for counting, if the branch has no layout of its own."""
 
 
 def saving(program: Program, keep_ratio: float, reduce: str, method: str, save: str, store: str) -> tuple[float, float]:
-    """How many values for each position plain autograd and keepgrad save for a branch, with nothing frozen.
+    """How many values per position a branch saves, with plain autograd and with keepgrad, if no parameter is frozen.
 
-    Bytes are counted as values of the branch's own type, so four packed values of a float32 model count as one.
-    Where the branch has more to say, such as a mask that is given to each call, it is not counted.
+    Bytes are divided by the size of the branch's own dtype, so in a float32 model four packed values count as one.
+    Other arguments of a call, such as an attention mask, are not counted.
     """
     branch = program.bind().on_meta()
     attention = branch.attention
@@ -51,12 +51,12 @@ def _tensors(branch: Branch) -> list[Tensor]:
 
 
 def _saved_bytes(run: Callable[[], object], branch: Branch) -> int:
-    """The bytes of values that autograd holds after `run`, without the branch's own tensors and indices."""
+    """The bytes that autograd saves in `run`, without the branch's own tensors and without indices."""
     own = {t.untyped_storage() for t in _tensors(branch)}
     found: set[torch.UntypedStorage] = set()
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.int32):  # what is packed
+        if tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.int32):  # integers: packed values
             found.add(tensor.untyped_storage())
         return tensor
 

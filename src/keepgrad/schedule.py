@@ -1,4 +1,4 @@
-"""How much is kept in each block, and which blocks take part."""
+"""Which blocks are reduced, and the keep-ratio of each."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Layers = str | Sequence[int] | Callable[[str], bool]
 def ratios(keep_ratio: Ratio, schedule: str, blocks: int) -> list[float]:
     """The keep-ratio of each of `blocks` blocks.
 
-    A schedule moves linearly around the mean `keep_ratio`, from half of it to one and a half times, or as far as
-    1 allows. For the careful one, see `careful`.
+    "increasing" and "decreasing" change the ratio linearly, between 0.5 and 1.5 times `keep_ratio`, so that the mean
+    is `keep_ratio`. The range is smaller if the largest ratio would exceed 1. For "careful", see `careful`.
 
     Raises:
-        ConfigError: if a list has another length than there are blocks.
+        ConfigError: if `keep_ratio` is a list whose length is not the number of blocks.
     """
     if callable(keep_ratio):
         return [keep_ratio(i, blocks) for i in range(blocks)]
@@ -42,13 +42,15 @@ def _spread(keep_ratio: float) -> float:
 
 
 def careful(keep_ratio: float, stages: Mapping[int, int], index: int) -> float:
-    """The keep-ratio of block number `index`, where reducing it hurts as little as it can.
+    """The keep-ratio of block number `index` with the schedule "careful", which keeps more where reducing hurts most.
 
-    `stages` has the stage of each block of a trunk, from the finest resolution to the coarsest. In a model of stages,
-    neighbours at the finest resolution are most alike, and most of the memory is there; at the coarsest there are few
-    positions, and little memory. So less is kept at the one (half, at most ratios), everything at the other. In a model
-    of one resolution, a transformer, the tokens of the first block have not seen one another, and are least alike:
-    there everything is kept.
+    `stages` maps the index of each block of a trunk to its stage; stage 0 has the finest resolution.
+
+    - A model with several stages: at the finest resolution, neighbours are most alike and most of the memory is used,
+      so less is kept there (half of `keep_ratio`, if it is at most 2/3). At the coarsest resolution there are few
+      positions and little memory is used, so everything is kept there.
+    - A model with one resolution, such as a transformer: the tokens of the first block have not seen each other yet and
+      are least alike, so the first block keeps everything.
     """
     last = max(stages.values())
     if last == 0:
@@ -59,10 +61,11 @@ def careful(keep_ratio: float, stages: Mapping[int, int], index: int) -> float:
 
 
 def paper_layers(stages: Mapping[int, int]) -> set[int]:
-    """The blocks of a trunk that the paper reduces, where `stages` has the stage of each block.
+    """The blocks of a trunk that the paper reduces. `stages` maps the index of each block to its stage.
 
-    Of a transformer these are the last two thirds, 8 of 12. Of a model of stages, all but the last stage, and of the
-    last but one 6 of 9 or 21 of 27 blocks, two thirds of any other number.
+    In a transformer, these are the last two thirds of the blocks, e.g. 8 of 12. In a model with several stages, the
+    last stage is left alone. Of the stage before it, the first 6 of 9 or 21 of 27 blocks are reduced, or the first two
+    thirds of any other number. All blocks of the earlier stages are reduced.
     """
     last = max(stages.values())
     if last == 0:
@@ -79,7 +82,7 @@ def paper_layers(stages: Mapping[int, int]) -> set[int]:
 
 
 def parse_layers(layers: Layers) -> tuple[str, Fraction] | None:
-    """The end ("first" or "last") and share that a string of that form names; None for every other choice.
+    """Split a string such as "last 2/3" into the end ("last") and the share (2/3). None for every other kind of choice.
 
     Raises:
         ConfigError: if the choice cannot be understood.

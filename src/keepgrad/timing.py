@@ -1,4 +1,4 @@
-"""The time of training steps, as one may compare it: the steps take turns, and the first turn does not count."""
+"""Time training steps so that they can be compared: the steps take turns, and the first turn does not count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["seconds_in_turns"]
 
 
 def seconds_in_turns(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median time of each step."""
+    """The median time of each step, in seconds."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds + 1):
         for name, step in steps.items():
@@ -25,6 +25,6 @@ def seconds_in_turns(steps: Mapping[str, Callable[[], object]], rounds: int) -> 
 
 
 def _wait() -> None:
-    """Until the accelerator is done."""
+    """Wait until the accelerator is done."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()

@@ -1,7 +1,8 @@
-"""The order in which a grid mask walks over a map: what is near in the order is near in the map.
+"""The order in which a grid mask walks over a map: positions that are close in the order are close in the map.
 
-A walk goes along tubes of some frames and some rows, column by column, turning at the end of each tube. In a column,
-frames come first, then rows. So how many frames and rows a tube has says which tile a run of positions is:
+A tube is a band of a few rows in a few frames. A walk goes through one tube after the other, column by column, and
+turns round at the end of each tube. Within a column, it goes through the frames first, then through the rows. So the
+size of the tube decides which tiles the runs of positions form:
 
 | tube (frames, rows) | runs of 2 | runs of 4 | runs of 8 |
 | ---                 | ---       | ---       | ---       |
@@ -9,8 +10,8 @@ frames come first, then rows. So how many frames and rows a tube has says which 
 | (1, 2)              | 1x2x1     | 1x2x2     | 1x2x4     |
 | (2, 1)              | 2x1x1     | 2x1x2     | 2x1x4     |
 
-In an image, which is one frame, they are 2x1, 2x2 and 2x4. The tube is the one that agreed best with exact gradients
-(docs/video.md). Shapes are `(frames, height, width)`.
+In an image, which is one frame, the tiles are 2x1, 2x2 and 2x4. `TUBE` is the size that agreed best with exact
+gradients (docs/video.md). Shapes are `(frames, height, width)`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ TUBE = (2, 2)
 
 
 def tube_of(frames: int) -> tuple[int, int]:
-    """The tube in a clip of so many frames."""
+    """The frames and rows of a tube in a clip of `frames` frames."""
     return min(TUBE[0], frames), TUBE[1]
 
 
@@ -50,10 +51,9 @@ def _walk(frame: Tensor, row: Tensor, col: Tensor, height: int, width: int, tube
 
 
 def whole_frames(shape: Shape, kept: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
-    """How to group positions by whole frames, of which `kept` are to be picked: the order of the positions, and where
-    in it each group starts.
+    """Group positions so that `kept` whole frames can be picked. Returns the order, and where each group starts in it.
 
-    A group has one place of the frame in several frames that follow one another.
+    A group is the same place in several consecutive frames.
     """
     frames, area = shape[0], shape[1] * shape[2]
     first = torch.arange(kept, device=device) * frames // kept

@@ -14,7 +14,7 @@ __all__ = ["AMP", "CudaRules"]
 
 AMP = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# What CUDA's autocast does in float32, by torch's documentation; that of the CPU leaves most of it as it is.
+# Operations that CUDA's autocast runs in float32, from torch's documentation. That of the CPU leaves most alone.
 FLOAT32_ON_CUDA = {
     *("binary_cross_entropy_with_logits", "cross_entropy", "huber_loss", "kl_div", "l1_loss", "mse_loss"),
     *("nll_loss", "smooth_l1_loss", "group_norm", "layer_norm", "norm", "normalize", "softmax", "log_softmax"),
@@ -23,7 +23,7 @@ FLOAT32_ON_CUDA = {
 
 
 class CudaRules(TorchFunctionMode):
-    """Autocast on another device with those operations in float32 that CUDA does in float32."""
+    """Makes autocast on another device run the same operations in float32 as CUDA's autocast."""
 
     def __init__(self, device: str) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""The memory of a training step before it is run: the step on fake tensors, which have shapes but no data.
+"""Predict the memory of a training step by running it on fake tensors, which have shapes but no data.
 
-The largest model takes seconds and no memory.
+Even for the largest models this takes seconds and no memory.
 """
 
 from __future__ import annotations
@@ -39,25 +39,27 @@ def estimate(
     processes: int = 1,
     fsdp: bool = False,
 ) -> MemoryReport:
-    """The peak memory of one training step, without running it: nothing is computed or allocated.
+    """Predict the peak memory of one training step, without running it: nothing is computed or allocated.
 
-    The step is forward, backward and optimizer, gradients set to None before it, in a run that is under way (the
-    optimizer has its state). What kernels use inside is not seen. The model stays as it is.
+    The step is forward, backward and optimizer. Gradients are None at its beginning, and the optimizer already has its
+    state, as in the middle of a run. Memory that kernels use internally is not counted. The model is not changed.
 
     Args:
-        model: any model, patched by keepgrad, checkpointed or frozen in part; on the meta device it counts as on
-            the CPU.
-        batch: the shape of the input, `(64, 3, 224, 224)`, or a batch: a tensor, or a tuple, list or dictionary
+        model: any model. It may be patched by keepgrad, checkpointed or partly frozen. On the meta device, it counts
+            as on the CPU.
+        batch: the shape of the input, e.g. `(64, 3, 224, 224)`, or a batch: a tensor, or a tuple, list or dictionary
             of arguments for the model.
-        optimizer: a name of `OPTIMIZERS`, or a function from parameters to an optimizer. Its state is taken to be
-            proportional to the parameters, which it is not for factored ones such as Adafactor.
-        amp: "bf16" or "fp16" for autocast around the forward pass, by CUDA's rules wherever the model is.
-        loss: from the model's output to the loss; by default the mean of the output, or its `loss` if it has one.
-        train_step: forward and backward, as `train_step(model, batch)`, in place of the two.
-        processes: how many devices train together; the report is of one of them, and `batch` is what it is given.
-            With DDP, the buckets count as gradients.
-        fsdp: shards by FSDP2, block by block, in place of DDP. What is gathered for a while counts as temporary
-            (`keepgrad.memory.sharding`).
+        optimizer: a name in `OPTIMIZERS`, or a function that takes parameters and returns an optimizer. The size of
+            its state is assumed to be proportional to the parameters. This is wrong for factored optimizers such as
+            Adafactor.
+        amp: "bf16" or "fp16" for autocast around the forward pass. It follows CUDA's rules on every device.
+        loss: a function that takes the model's output and returns the loss. By default, the output's `loss` if it has
+            one, else the mean of the output.
+        train_step: a function `train_step(model, batch)` that runs forward and backward, in place of the usual ones.
+        processes: how many devices train together. The report is for one of them, and `batch` is the batch of one.
+            With DDP, its buckets count as gradients.
+        fsdp: True to shard by FSDP2, block by block, instead of DDP. Parameters and gradients that are gathered for a
+            while count as temporary (`keepgrad.memory.sharding`).
 
     Raises:
         ConfigError: if an argument is not one of those above.
@@ -104,7 +106,7 @@ def estimate(
 
 @contextmanager
 def _tensors_put_back(model: nn.Module) -> Iterator[None]:
-    """Tensors that the model keeps for later when it runs, such as rotary positions for a size, are forgotten again."""
+    """At the end, remove tensors that the model cached on itself while it ran, such as rotary positions for a size."""
 
     def own(module: nn.Module) -> dict[str, Any]:
         return {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
@@ -122,8 +124,10 @@ def _tensors_put_back(model: nn.Module) -> Iterator[None]:
 
 
 class _Step(nn.Module):
-    """A whole training step as a module, so that torch.func.functional_call swaps the parameters in backward too,
-    where checkpointed blocks run again."""
+    """A whole training step as a module.
+
+    So torch.func.functional_call replaces the parameters during backward too, where checkpointed blocks run again.
+    """
 
     def __init__(self, model: nn.Module, step: Callable[[nn.Module, Any], object]) -> None:
         super().__init__()
@@ -158,7 +162,7 @@ def _is_shape(batch: Any) -> bool:
 
 
 def _without_data(tensor: Tensor) -> Tensor:
-    """A fake twin of a tensor, in the fake mode that is on."""
+    """A fake tensor like this one, in the active fake mode."""
     device = "cpu" if tensor.device.type == "meta" else tensor.device
     twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin

@@ -1,4 +1,4 @@
-"""A ledger of storages: when each appeared and was freed during a step, in which module, and what it is."""
+"""A ledger of storages: when each appeared and was freed during a step, in which module, and what it holds."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ __all__ = ["Ledger", "Record"]
 
 @dataclass
 class Record:
-    """The life of a storage, in events of the ledger."""
+    """One storage. `born` and `died` say when it appeared and was freed, as numbers of events in the ledger."""
 
     size: int
     kind: str
     device: str
     module: str
-    born: int  # 0: it was there before
+    born: int  # 0: it was there before the step
     from_forward: bool
     died: int | None = None
 
 
 class Ledger(TorchDispatchMode):
-    """Writes down every storage that operations make or touch, until it is freed.
+    """Records every storage that operations make or use, until it is freed.
 
-    `size_of` gives the bytes that parameters and their gradients count, where that is not what they have here: on a
-    device that holds a shard of each.
+    `size_of` returns the bytes that a parameter, and its gradient, count as. It is given if these differ from the bytes
+    they have here, as on a device that holds only a shard of each.
     """
 
     def __init__(self, model: nn.Module | None, size_of: Callable[[Tensor], int] | None = None) -> None:
@@ -45,7 +45,7 @@ class Ledger(TorchDispatchMode):
         self.events = 0
         self.names = {} if model is None else {id(module): name for name, module in model.named_modules()}
         self.inside: list[str] = [""]
-        self.parameters: dict[int, Tensor] = {}  # those with a record, by identity
+        self.parameters: dict[int, Tensor] = {}  # those with a record, by id
         self.hooks: list[Any] = []
         self.finalizers: list[weakref.finalize] = []
 
@@ -61,7 +61,7 @@ class Ledger(TorchDispatchMode):
         super().__exit__(*error)
         for hook in self.hooks:
             hook.remove()
-        # A finalizer that waits for a storage would hold the ledger, and that the parameters.
+        # A finalizer of a living storage would keep the ledger alive, and the ledger the parameters.
         for finalizer in self.finalizers:
             finalizer.detach()
         self.parameters.clear()
@@ -111,14 +111,14 @@ class Ledger(TorchDispatchMode):
                 self.rename(tensor, "optimizer")
 
     def rename(self, tensor: Tensor, kind: str) -> None:
-        """What a tensor is can show later than the tensor itself."""
+        """Change the kind of a tensor's storage: sometimes the kind is only known later."""
         self.add(tensor, kind)
         storage = _storage(tensor)
         if storage is not None:
             self.of[storage].kind = kind
 
     def add(self, tensor: Tensor, kind: str, before: bool = False) -> None:
-        """Begin the record of a storage that has none; `before` says that it was there before the step."""
+        """Begin a record of a tensor's storage, if it has none. `before`: True if it was there before the step."""
         storage = _storage(tensor)
         if storage is None or storage in self.of:
             return
@@ -136,7 +136,7 @@ class Ledger(TorchDispatchMode):
             record.kind = "activations"
 
     def peak(self, records: Sequence[Record]) -> tuple[int, int]:
-        """The largest number of bytes that these records have at one time, and when."""
+        """The most bytes that these records have at one time, and the event when that was."""
         changes = sorted(
             [(record.born, record.size) for record in records]
             + [(record.died, -record.size) for record in records if record.died is not None]
@@ -149,13 +149,13 @@ class Ledger(TorchDispatchMode):
         return most, when
 
     def at_peak(self) -> list[Record]:
-        """What was there when it was most."""
+        """The records of the storages that were alive at the peak."""
         _, when = self.peak(self.records)
         return [r for r in self.records if r.born <= when and (r.died is None or r.died > when)]
 
 
 def _storage(tensor: Tensor) -> Any:
-    """The storage of a tensor; None for kinds that have none of their own, such as sparse ones."""
+    """The storage of a tensor; None for tensors without a storage of their own, such as sparse ones."""
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):

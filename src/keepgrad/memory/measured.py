@@ -1,4 +1,4 @@
-"""The memory of a training step that is run: the peak of torch's allocator, and what is saved for backward."""
+"""Measure the memory of a real training step: the peak of torch's allocator, and what is saved for backward."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["allocated_peak", "measure", "peak_bytes", "saved_bytes"]
 def measure(step: Callable[[], object], *, model: nn.Module | None = None) -> MemoryReport:
     """Run `step`, a training step, and report its peak memory.
 
-    On the CPU the peak is that of torch's allocator during the step, on top of the tensors from before that the step
-    uses; where the step uses a GPU, it is the peak of the CUDA allocator.
+    On the CPU, the peak is what torch's allocator allocates during the step, plus the tensors from before that the step
+    uses. If the step uses a GPU, it is the peak of the CUDA allocator.
 
     Args:
         step: a function of no arguments; it runs once.
-        model: gives the names for the report by module.
+        model: the model, for the names of modules in the report.
     """
     if not callable(step):
         raise InputError(
@@ -52,14 +52,14 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
     """The bytes saved for backward while `forward` runs: each storage once, parameters and buffers excluded."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     storages: dict[int, int] = {}
-    held: list[object] = []  # keeps every storage alive, so that no address is used twice
+    held: list[object] = []  # keeps every storage alive, so that no address is reused
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             storages[storage.data_ptr()] = storage.nbytes()
             held.append(storage)
-        return tensor.detach()  # an output that is saved with its history holds itself
+        return tensor.detach()  # saving an output with its graph would make a reference cycle
 
     observers.append(pack)
     try:
@@ -67,27 +67,29 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
             held.append(forward())
     finally:
         observers.remove(pack)
-        held.clear()  # the graph holds `pack`, and `pack` this list: nothing would ever free them
+        held.clear()  # the graph refers to `pack`, and `pack` to this list: they would never be freed
     return sum(storages.values())
 
 
 def peak_bytes(step: Callable[[], object]) -> int:
-    """The most bytes that tensors made during `step` occupy at one time, on any device; what kernels use inside is
-    not seen."""
+    """The most bytes that tensors made during `step` occupy at one time, on any device.
+
+    Memory that kernels use internally is not counted.
+    """
     with Ledger(None) as ledger:
         step()
     return ledger.peak([record for record in ledger.records if record.born])[0]
 
 
 def allocated_peak(step: Callable[[], object]) -> int:
-    """The most bytes that torch's allocator for the CPU hands out at one time during `step`, compiled code included."""
+    """The most bytes that torch's CPU allocator has allocated at one time during `step`, also in compiled code."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
         step()
     return _allocator_peak(found)
 
 
 def _allocator_peak(found: profile) -> int:
-    """The most bytes that the step had allocated at one time on the CPU, by the profiler's trace."""
+    """The most bytes that the step had allocated at one time on the CPU, from the profiler's trace."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         found.export_chrome_trace(str(path))

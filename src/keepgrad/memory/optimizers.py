@@ -1,4 +1,4 @@
-"""The bytes of an optimizer's state, found by one step of it on a small parameter."""
+"""Find the bytes of an optimizer's state by running one of its steps on a small parameter."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
 def state_bytes(
     model: nn.Module, optimizer: str | Callable[..., torch.optim.Optimizer], size_of: Callable[[Tensor], int]
 ) -> int:
-    """The bytes of the optimizer's state for the model, found by a step of it on small parameters.
+    """The bytes of the optimizer's state for the model, found by running one step on small parameters.
 
-    `size_of` has the bytes of a parameter that the optimizer works on.
+    `size_of` returns how many bytes of a parameter the optimizer works on.
     """
     make = OPTIMIZERS.get(optimizer, optimizer) if isinstance(optimizer, str) else optimizer
     if make is not None and not callable(make):
@@ -50,7 +50,7 @@ def state_bytes(
 
 
 def _state_of(make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype) -> tuple[float, int]:
-    """Bytes of state for each element of a parameter, and for each parameter besides."""
+    """Bytes of state per element of a parameter, and constant bytes per parameter, such as a step counter."""
     probe = nn.Parameter(torch.zeros(64, 64, dtype=dtype))
     probe.grad = torch.ones_like(probe)
     made = make([probe])

@@ -1,4 +1,4 @@
-"""Bytes at the peak of a training step by part, as a table and as a picture."""
+"""The bytes at the peak of a training step by part, as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary", "ot
 
 @dataclass(frozen=True)
 class MemoryReport(Report):
-    """Bytes at the peak of one training step, by part; `modules` has the activations of each module by name."""
+    """The bytes at the peak of one training step, by part. `modules`: the activations of each module, by name."""
 
     parameters: int
     gradients: int
@@ -50,7 +50,7 @@ class MemoryReport(Report):
         return found
 
     def plot(self) -> Any:
-        """A bar of the parts, and the activations of the modules in the order they run."""
+        """A bar with the parts, and the activations of the modules in the order in which they run."""
         figure = figures().Figure(figsize=(9, 3.5), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(1, 2))
         left.barh(PARTS[::-1], [getattr(self, part) / 2**30 for part in PARTS[::-1]])
@@ -63,10 +63,10 @@ class MemoryReport(Report):
 def report_of(
     ledger: Ledger, optimizer: int = 0, total: int | None = None, allocated: int | None = None
 ) -> MemoryReport:
-    """The parts at the peak.
+    """Make the report of a ledger: the parts at the peak.
 
-    `optimizer` is the state of an optimizer that was not run. `total` is the peak, or `allocated` what the step had
-    allocated then, by the allocator's own account.
+    `optimizer`: bytes of state of an optimizer that was not run. The peak may be known from the allocator: give it as
+    `total`, or give as `allocated` what the step had allocated at the peak, without what was there before.
     """
     alive = ledger.at_peak()
     parts = dict.fromkeys(PARTS, 0)

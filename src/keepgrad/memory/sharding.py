@@ -1,4 +1,4 @@
-"""What one device of many holds: replicas by DDP, or shards by FSDP2 with one group for each block.
+"""What one device of many holds: replicas with DDP, or shards with FSDP2, where each block is one group.
 
 | part       | DDP                                    | FSDP2                                              |
 | ---        | ---                                    | ---                                                |
@@ -7,10 +7,12 @@
 | optimizer  | all                                    | as the parameters                                  |
 | gathered   | -                                      | whole parameters and gradients of what is computed |
 
-FSDP2 pads a parameter whose rows the processes cannot share equally, so all of them hold what the first one holds.
-Gathered are: what is in no block (embedding, head), from its forward pass to the end of the backward pass, with its
-gradients; the block that is computed and the next one, which torch fetches ahead; and the gradients of a block twice,
-as autograd makes them and in the buffer from which they are sent.
+FSDP2 pads a parameter whose rows cannot be divided equally, so every process holds as much as the first. These are
+gathered, that is, whole on every device for a while:
+
+- what is in no block (embedding, head), with its gradients, from its forward pass to the end of the backward pass;
+- the block that is being computed and the next one, which torch fetches in advance;
+- the gradients of a block, twice: as autograd makes them, and in the buffer from which they are sent.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ def shard_bytes(parameter: Tensor, processes: int) -> int:
 
 
 def bucket_bytes(model: nn.Module) -> int:
-    """The buckets of DDP, from which gradients are sent: a copy of all of them, for the whole of the run."""
+    """The bytes of DDP's buckets, from which gradients are sent: a copy of all gradients, during the whole run."""
     return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """The most that FSDP2 has gathered at one time, where every block is a group and the rest of the model is one."""
+    """The most bytes that FSDP2 has gathered at one time. Each block is a group, and so is the rest of the model."""
     seen: set[int] = set()
-    groups = []  # from the inside out: a parameter is of the innermost block that has it
+    groups = []  # from the inside out: a parameter belongs to the innermost block that has it
     for module in (*sorted((block.module for block in find_blocks(model)), key=_size), model):
         own = [p for p in module.parameters() if id(p) not in seen]
         seen.update(map(id, own))
